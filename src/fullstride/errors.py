@@ -1,0 +1,13 @@
+"""The errors that a user can cause. Each message states the rule, what came, and what to do instead."""
+
+
+class ConfigError(ValueError):
+    """A setting, model or file that fullstride cannot work with. Commands print it as one line and exit 1."""
+
+
+class UsageError(ConfigError):
+    """A key or value that does not exist or contradicts another. Commands print it as one line and exit 2."""
+
+
+class DataError(ConfigError):
+    """Rows that cannot be trained on. Commands print it as one line and exit 1."""
