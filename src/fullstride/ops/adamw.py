@@ -1,0 +1,91 @@
+"""AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101), as torch.optim.AdamW computes it, over flat buffers.
+
+    g = grad * grad_scale
+    w = w * (1 - lr * weight_decay)                          (decayed tensors only)
+    m = beta1 * m + (1 - beta1) * g
+    v = beta2 * v + (1 - beta2) * g ** 2
+    w = w - lr / (1 - beta1 ** step) * m / (sqrt(v) / sqrt(1 - beta2 ** step) + eps)
+
+w is the master copy where there is one, else the parameter. What is stored in bf16 is rounded stochastically; a
+parameter beside a float32 master is rounded to nearest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fullstride.ops.numerics import wide
+from fullstride.ops.rounding import (
+    M_ROUNDING,
+    MASTER_ROUNDING,
+    V_ROUNDING,
+    WEIGHT_ROUNDING,
+    philox_ref,
+    stochastic_round_ref,
+    stream,
+)
+
+# elements of the float64 tensor `hyper`
+LR, BETA1, BETA2, EPS, WEIGHT_DECAY, BIAS_CORRECTION1, BIAS_CORRECTION2, GRAD_SCALE = range(8)
+
+
+def hyper_values(
+    lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, step: int
+) -> tuple[float, ...]:
+    """The first seven elements of `hyper`: the host knows them; the eighth, GRAD_SCALE, is computed on the device."""
+    return lr, beta1, beta2, eps, weight_decay, 1 - beta1**step, 1 - beta2**step
+
+
+@dataclass(frozen=True)
+class AdamWBuffers:
+    """Flat buffers [n] of one group of tensors: parameter, its master copy (or None), gradient, the two moments.
+
+    `tensor` numbers the group for the noise.
+    """
+
+    param: torch.Tensor
+    master: torch.Tensor | None
+    grad: torch.Tensor
+    m: torch.Tensor
+    v: torch.Tensor
+    tensor: int
+
+
+def adamw_ref(
+    w: torch.Tensor, grad: torch.Tensor, m: torch.Tensor, v: torch.Tensor, hyper: torch.Tensor, decay: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(w, m, v) after the step, unrounded. hyper: float64 [8]."""
+    w, g, m, v = wide(w), wide(grad), wide(m), wide(v)
+    lr, beta1, beta2, eps, weight_decay, correction1, correction2, grad_scale = hyper.tolist()
+    g = g * grad_scale
+    if decay:
+        w = w * (1 - lr * weight_decay)
+    m = beta1 * m + (1 - beta1) * g
+    v = beta2 * v + (1 - beta2) * g * g
+    return w - lr / correction1 * m / (v.sqrt() / correction2**0.5 + eps), m, v
+
+
+def _store(out: torch.Tensor, value: torch.Tensor, rng: torch.Tensor, purpose: int, tensor: int) -> None:
+    if out.dtype == torch.bfloat16:
+        out.copy_(stochastic_round_ref(value, philox_ref(rng, stream(purpose, tensor), value.numel())))
+    else:
+        out.copy_(value)
+
+
+def adamw(b: AdamWBuffers, hyper: torch.Tensor, decay: bool, rng: torch.Tensor) -> None:
+    """Overwrites param, master, m and v. hyper: float64 [8] on the device; rng: see ops/rounding."""
+    if b.param.is_cuda:
+        from fullstride.kernels.adamw import adamw as kernel
+
+        return kernel(b, hyper, decay, rng)
+    w = b.param if b.master is None else b.master
+    new_w, new_m, new_v = adamw_ref(w, b.grad, b.m, b.v, hyper, decay)
+    _store(b.m, new_m, rng, M_ROUNDING, b.tensor)
+    _store(b.v, new_v, rng, V_ROUNDING, b.tensor)
+    if b.master is None:
+        _store(b.param, new_w, rng, WEIGHT_ROUNDING, b.tensor)
+    else:
+        _store(b.master, new_w, rng, MASTER_ROUNDING, b.tensor)
+        b.param.copy_(b.master)
