@@ -10,12 +10,11 @@ from fullstride.ops.numerics import wide
 def matmul(
     a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, accumulate: bool = False, alpha: float = 1.0
 ) -> None:
-    """out = a @ b, or with `accumulate` out += alpha * (a @ b); the product is rounded once, after the addition."""
-    if accumulate:
-        out.addmm_(a, b, alpha=alpha)
-    else:
-        assert alpha == 1.0
-        torch.mm(a, b, out=out)
+    """out = alpha * (a @ b), or with `accumulate` out += alpha * (a @ b); rounded once, after the addition.
+
+    out may be any view whose last dimension is contiguous; without `accumulate` its old contents do not matter.
+    """
+    out.addmm_(a, b, beta=1 if accumulate else 0, alpha=alpha)
 
 
 def matmul_bias(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor, out: torch.Tensor) -> None:

@@ -1,0 +1,176 @@
+"""JSONL lines as rows to train on. A line that is not a row is dropped and counted, with its reason and number.
+
+Shapes of a row:
+  {"messages": [{"role", "content"}, ...]}   a chat: every assistant turn is an answer
+  {"prompt", "completion"}                   plain text without a chat template; or two lists of messages, which are
+                                             one chat of which only the completion's assistant turns are answers
+  {"dialogue", "summary"}                    a meeting and its summary, made into a chat
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fullstride.data.report import Report
+from fullstride.errors import ConfigError
+
+MEETING_SYSTEM_PROMPT = (
+    "You are a meeting assistant. Write a concise summary of the meeting transcript: the main discussion points, "
+    "the decisions that were made, and the action items with their owners and deadlines."
+)
+
+ROLES = ("system", "user", "assistant")
+# Parts of a message that a chat template would render but that a mask over `content` cannot supervise.
+UNSUPPORTED_KEYS = ("tool_calls", "function_call", "reasoning_content")
+
+Message = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row: `messages` of a chat, or else `prompt` and `completion`, plain text.
+
+    Answers are the assistant turns from message `first_answer` on. `line` counts from 1.
+    """
+
+    file: str
+    line: int
+    messages: list[Message] | None = None
+    prompt: str = ""
+    completion: str = ""
+    first_answer: int = 0
+
+
+class BadRow(Exception):
+    """A record that cannot be trained on; its text is the reason that is counted."""
+
+
+def read_rows(path: Path, report: Report) -> list[Row]:
+    """The rows of a JSONL file, in order; bad lines go to `report`. Raises ConfigError for a file it cannot read."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}; name a readable JSONL file") from error
+    # Only "\n" ends a line of JSONL. str.splitlines would also cut inside a text that holds U+2028.
+    return parse_rows(content.split(b"\n"), str(path), report)
+
+
+def parse_rows(records: Iterable[bytes | dict[str, Any]], file: str, report: Report) -> list[Row]:
+    """Rows of raw lines or of decoded objects, numbered from 1; blank lines are no rows, bad ones go to `report`."""
+    rows = []
+    for line, record in enumerate(records, start=1):
+        try:
+            if isinstance(record, bytes):
+                text = _decode(record)
+                if not text.strip():
+                    continue
+                record = _load(text)
+            row, num_cut = _parse(record, file, line)
+        except BadRow as bad:
+            report.add(file, str(bad), line)
+            continue
+        if num_cut:
+            report.add(file, "turns after the last answer cut", line)
+        rows.append(row)
+    return rows
+
+
+def meeting_messages(dialogue: str) -> list[Message]:
+    """The prompt that a meeting's transcript becomes, in training and in generation."""
+    return [
+        {"role": "system", "content": MEETING_SYSTEM_PROMPT},
+        {"role": "user", "content": dialogue.strip()},
+    ]
+
+
+def _decode(line: bytes) -> str:
+    try:
+        # A byte-order mark starts a file, and so may start any line of files that were joined.
+        return line.decode("utf-8").removeprefix("\ufeff")
+    except UnicodeDecodeError:
+        raise BadRow("not UTF-8") from None
+
+
+def _load(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):  # RecursionError: ten thousand open brackets
+        raise BadRow("broken JSON") from None
+
+
+def _parse(record: Any, file: str, line: int) -> tuple[Row, int]:
+    """The row, and how many turns after its last answer were cut (they teach nothing)."""
+    if not isinstance(record, dict):
+        raise BadRow("not an object")
+    if record.get("tools"):
+        raise BadRow("tools are not supported")
+    if "messages" in record:
+        return _chat_row(_messages(record["messages"]), 0, file, line)
+    if "prompt" in record or "completion" in record:
+        prompt, completion = _field(record, "prompt"), _field(record, "completion")
+        if isinstance(prompt, list) and isinstance(completion, list):
+            return _chat_row(_messages(prompt) + _messages(completion), len(prompt), file, line)
+        return Row(file, line, prompt=_text(prompt), completion=_answer(completion)), 0
+    if "dialogue" in record or "summary" in record:
+        dialogue, summary = _text(_field(record, "dialogue")), _answer(_field(record, "summary"))
+        if not dialogue.strip():
+            raise BadRow("empty dialogue")
+        answer = {"role": "assistant", "content": summary.strip()}
+        return _chat_row([*meeting_messages(dialogue), answer], 0, file, line)
+    raise BadRow("unknown shape")
+
+
+def _chat_row(messages: list[Message], first_answer: int, file: str, line: int) -> tuple[Row, int]:
+    answers = [i for i, message in enumerate(messages) if i >= first_answer and message["role"] == "assistant"]
+    if not answers:
+        raise BadRow("no assistant turn")
+    num_kept = answers[-1] + 1
+    return Row(file, line, messages=messages[:num_kept], first_answer=first_answer), len(messages) - num_kept
+
+
+def _messages(value: Any) -> list[Message]:
+    if value is None:
+        raise BadRow("null content")
+    if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
+        raise BadRow("messages are not a list of objects")
+    return [_message(message) for message in value]
+
+
+def _message(message: dict[str, Any]) -> Message:
+    role = _field(message, "role")
+    if role not in ROLES:
+        raise BadRow(f"role {role!r} is not supported")
+    for key in UNSUPPORTED_KEYS:
+        if message.get(key):
+            raise BadRow(f"{key} is not supported")
+    content = _field(message, "content")
+    return {"role": role, "content": _answer(content) if role == "assistant" else _text(content)}
+
+
+def _field(record: dict[str, Any], key: str) -> Any:
+    if key not in record:
+        raise BadRow("missing field")
+    return record[key]
+
+
+def _answer(value: Any) -> str:
+    text = _text(value)
+    if not text.strip():
+        raise BadRow("empty completion")
+    return text
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        raise BadRow("null content")
+    if not isinstance(value, str):
+        raise BadRow("content is not text")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:  # JSON can escape half of a surrogate pair, which no tokenizer takes
+        raise BadRow("lone surrogate") from None
+    return value

@@ -1,0 +1,78 @@
+"""What a run shows while it works: a live line in a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self
+
+
+class Progress:
+    """Shows updates and lets other lines through. `num_steps` updates in all, the first being `first_step`."""
+
+    def __init__(self, num_steps: int, first_step: int) -> None:
+        self._num_steps = num_steps
+        self._first_step = first_step
+        self._started = time.perf_counter()
+        self._bar: Any = None
+
+    def __enter__(self) -> Self:
+        if sys.stdout.isatty():
+            self._bar = _rich_bar()
+        if self._bar is not None:
+            self._task = self._bar.add_task("", total=self._num_steps, completed=self._first_step - 1)
+            self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def line(self, text: str) -> None:
+        """Print one line (above the live one)."""
+        if self._bar is not None:
+            self._bar.console.print(text, markup=False, highlight=False)
+        else:
+            print(text, flush=True)
+
+    def update(self, row: Mapping[str, Any]) -> None:
+        """Show one row of metrics.csv."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=row["step"], description=describe(row, self._num_steps))
+            return
+        done = row["step"] - self._first_step + 1
+        left = (time.perf_counter() - self._started) / done * (self._num_steps - row["step"])
+        self.line(f"{describe(row, self._num_steps)}  {_clock(left)} left")
+
+
+def describe(row: Mapping[str, Any], num_steps: int) -> str:
+    """One row of metrics.csv in words."""
+    parts = [
+        f"step {row['step']}/{num_steps}",
+        f"epoch {row['epoch']}",
+        f"loss {row['loss']:.4f}",
+        f"lr {row['lr']:.2e}",
+        f"{row['tokens_per_sec']:,.0f} tokens/s",
+        f"{row['step_time_sec']:.2f} s",
+    ]
+    if row["peak_vram_gb"] is not None:
+        parts.append(f"{row['peak_vram_gb']:.2f} GB")
+    return "  ".join(parts)
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}"
+
+
+def _rich_bar() -> Any:
+    """rich's progress bar, or None where rich is not installed (plain lines need nothing)."""
+    try:
+        from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as Bar
+    except ImportError:
+        return None
+    return Bar(TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
