@@ -132,9 +132,12 @@ class Options:
             raise UsageError(f"lora-alpha must be positive, got {self.lora_alpha}")
         if not self.lora_targets:
             raise UsageError(f"lora-targets must name at least one of {', '.join(LORA_TARGETS)}")
-        for name in ("lora_targets", "recompute", "offload"):
-            if len(set(getattr(self, name))) < len(getattr(self, name)):
-                raise UsageError(f"{dashed(name)} names one thing twice: {','.join(getattr(self, name))}")
+        for name, order in (("lora_targets", LORA_TARGETS), ("recompute", RECOMPUTE), ("offload", OFFLOAD)):
+            items = getattr(self, name)
+            if len(set(items)) < len(items):
+                raise UsageError(f"{dashed(name)} names one thing twice: {','.join(items)}")
+            # one order, so that two ways to write a list are one configuration
+            object.__setattr__(self, name, tuple(item for item in order if item in items))
         if self.method == "full":
             defaults = {f.name: f.default for f in dataclasses.fields(Options)}
             for name in ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "rslora"):
@@ -190,7 +193,7 @@ class FinetuneConfig(Options):
     seq_len: int = key(1024, "tokens per row", at_least=2)
     batch_size: int = key(4, "rows per micro-step", at_least=1)
     grad_accum: int = key(4, "micro-steps per update", at_least=1)
-    steps: int = key(0, "updates, instead of epochs", at_least=0, may_change=True, instead_of="epochs")
+    steps: int = key(0, "updates, instead of epochs; 0: automatic", at_least=0, may_change=True, instead_of="epochs")
     epochs: int = key(0, "passes over the data; automatic: 3", at_least=0, may_change=True, instead_of="steps")
     lr: float = key(0.0, "learning rate; automatic: 2e-4 for LoRA, 1e-5 for full", at_least=0)
     schedule: str = key("cosine", "how the rate falls", choices=("cosine", "linear", "constant", "wsd"))
@@ -437,10 +440,9 @@ def help_text(cls: type, command: str, summary: str, positional: Sequence[str] =
     for f in fields_of(cls):
         known = f.metadata
         meaning = known["help"] + (f" [{' | '.join(known['choices'])}]" if known["choices"] else "")
-        default = (
-            "required" if known["required"] else f"default {_shown(f.default)}" if f.default or f.default == 0 else ""
-        )
-        lines.append(f"  --{dashed(f.name):<18} {meaning}" + (f" ({default})" if default else ""))
+        automatic = not f.default and ("automatic" in known["help"] or f.default in ("", ()))
+        default = "" if automatic else f" (default {_shown(f.default)})"
+        lines.append(f"  --{dashed(f.name):<18} {meaning}{' (required)' if known['required'] else default}")
     return "\n".join(lines)
 
 

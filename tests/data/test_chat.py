@@ -171,8 +171,9 @@ REFUSES = "{{ raise_exception('roles must alternate') if messages[0].role == 'sy
 
 def test_a_template_that_trims(smollm2: Any) -> None:
     tokenizer = with_template(smollm2, TRIMS)
-    example = encoded(chat(" a? ", "\n\n yes \n", "b?", " no"), tokenizer)
-    assert labels(example, tokenizer) == ["yes" + END, "no" + END]
+    example = encoded(chat(" a? ", "\n\n yes \n", "b?", " no", "c?", "\n\nmaybe"), tokenizer)
+    # The template's own two newlines stand before "maybe": they are not those of the answer, which were trimmed.
+    assert labels(example, tokenizer) == ["yes" + END, "no" + END, "maybe" + END]
 
 
 def test_white_space_before_the_end_token_is_learned_with_it(smollm2: Any) -> None:

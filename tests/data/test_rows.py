@@ -95,6 +95,12 @@ def test_bom_crlf_blank_lines_and_u2028_are_no_faults(tmp_path: Path) -> None:
     assert report.events() == []
 
 
+def test_a_carriage_return_between_tokens_is_white_space(tmp_path: Path) -> None:
+    report = Report()
+    assert len(read_rows(write(tmp_path / "a.jsonl", b'{"prompt": "a",\r"completion": "b"}'), report)) == 1
+    assert report.total == 0
+
+
 def test_a_byte_order_mark_of_a_joined_file_is_no_fault(tmp_path: Path) -> None:
     report = Report()
     assert len(read_rows(write(tmp_path / "a.jsonl", GOOD, b"\xef\xbb\xbf" + json.dumps(GOOD).encode()), report)) == 2

@@ -13,9 +13,9 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from conftest import shared
 from safetensors.torch import load_file
 
+from conftest import shared
 from fullstride.errors import ConfigError
 from fullstride.model import hf
 from fullstride.model.spec import ModelConfig, parameter_table
@@ -72,7 +72,7 @@ def test_smollm2_config(smollm2: tuple[Path, Path]) -> None:
     config, other = (ModelConfig.from_pretrained(path) for path in smollm2)
     # not in a GGUF file, and of no use to a trained model
     assert {**vars(config), "initializer_range": 0, "extra": 0} == {**vars(other), "initializer_range": 0, "extra": 0}
-    assert config.extra == {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
+    assert config.extra.items() >= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}.items()
     generation = [json.loads((path / "generation_config.json").read_text()) for path in smollm2]
     assert generation[0] == generation[1]
     hf.check_tensors(hf.Checkpoint(smollm2[0]), parameter_table(config), tied=True)
@@ -227,8 +227,8 @@ def test_every_family_comes_back(case: str, tmp_path: Path, tokenizer: Path) -> 
     # a pure move: exact
     assert back.keys() == state.keys() and all(torch.equal(back[name], state[name]) for name in state)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").config
-    for key in ("model_type", "rms_norm_eps", "tie_word_embeddings", "vocab_size", "max_position_embeddings"):
-        assert getattr(loaded, key) == getattr(config, key) or key == "max_position_embeddings", key
+    for key in ("model_type", "rms_norm_eps", "tie_word_embeddings", "vocab_size", "num_key_value_heads"):
+        assert getattr(loaded, key) == getattr(config, key), key
     assert loaded.max_position_embeddings == 2048
     assert loaded.rope_parameters == {"rope_theta": 5e5, "rope_type": "default"}
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"

@@ -43,7 +43,9 @@ class State:
     adapters under LoRA).
     """
 
-    def __init__(self, config: ModelConfig, lora: LoraSettings | None, precision: Precision, arena: Arena) -> None:
+    def __init__(
+        self, config: ModelConfig, lora: LoraSettings | None, precision: Precision, arena: Arena, trains: bool = True
+    ) -> None:
         self.base = parameter_table(config)
         layers = range(config.num_hidden_layers)
         self.adapters = () if lora is None else tuple(adapter_unit(config, lora, layer) for layer in layers)
@@ -56,7 +58,7 @@ class State:
         self.views = {name: layouts[name].views(flat) for name, flat in flats.items()}
         self.weights = ReplicatedWeights(self.views)
         self.trained: dict[str, TrainedUnit] = {}
-        for index, unit in enumerate(self.units):
+        for index, unit in enumerate(self.units if trains else ()):
             if lora is None or unit in self.adapters:
                 layout, param = layouts[unit.name], flats[unit.name]
                 size = (layout.size,)
@@ -75,11 +77,24 @@ class State:
         """One parameter."""
         return self.views[unit.name][spec.name]
 
-    def weights_changed(self) -> None:
+    def values(self, unit: Unit) -> dict[str, torch.Tensor]:
+        """The tensors of `unit` in the most digits that there are: the masters', where it has them."""
+        trained = self.trained.get(unit.name)
+        if trained is None or trained.master is None:
+            return self.views[unit.name]
+        return trained.layout.views(trained.master)
+
+    def params_written(self) -> None:
         """Parameters were written from outside: bring the masters up to date."""
         for unit in self.trained.values():
             if unit.master is not None:
                 unit.master.copy_(unit.param)
+
+    def values_written(self) -> None:
+        """`values` were written from outside: bring the parameters up to date."""
+        for unit in self.trained.values():
+            if unit.master is not None:
+                unit.param.copy_(unit.master)
 
 
 def _layout(unit: Unit) -> FlatLayout:

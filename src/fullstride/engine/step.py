@@ -51,6 +51,7 @@ class EngineSettings:
     recompute: frozenset[str] = frozenset()
     deterministic: bool = False
     seed: int = 42
+    trains: bool = True  # False: no gradients, moments or saved activations, for generation
 
 
 class Engine:
@@ -64,15 +65,17 @@ class Engine:
         self.scratch = Scratch(self.arena)
         dtype = settings.precision.param
         self.dtype, stats = dtype, torch.float64 if dtype == torch.float64 else torch.float32
-        self.state = State(config, lora, settings.precision, self.arena)
+        self.state = State(config, lora, settings.precision, self.arena, settings.trains)
         self.optimizer = Optimizer(self.state.trained.values(), self.arena)
         self.batch = DeviceBatch(
             self.arena, settings.rows, settings.seq_len, settings.head_chunks, stats, settings.deterministic
         )
         num_tokens = settings.rows * settings.seq_len
-        table = tuple(SavedTensor(n, c, frozenset(d), w) for n, c, d, w in saved_table(config, self._adapter_ranks()))
+        rows = saved_table(config, self._adapter_ranks())
+        self.saved_table = tuple(SavedTensor(n, c, frozenset(flags), wide) for n, c, flags, wide in rows)
+        num_saved = config.num_hidden_layers if settings.trains else 0
         self.saved = allocate_saved(
-            table, config.num_hidden_layers, num_tokens, settings.recompute, self.arena, dtype
+            self.saved_table, num_saved, num_tokens, settings.recompute, self.arena, dtype
         )
         self.rope = make_rope(config, settings.seq_len, self.arena, stats)
         self._rng = self.arena.zeros("batch", (3,), torch.int64)
@@ -206,6 +209,11 @@ class Engine:
         self.updates = step
         self._reset()
         return result
+
+    def start_from(self, updates: int) -> None:
+        """Forget the micro-steps since the last update; the next one is number updates + 1."""
+        self.updates = updates
+        self._reset()
 
     @property
     def tokens(self) -> int:

@@ -1,0 +1,7 @@
+"""Triton kernels, one file per operation; `fullstride.ops` holds their contracts and references.
+
+Every kernel converts to float32 right after the load and rounds once, at the store, to the dtype of the tensor it
+writes. Row offsets are int64. Sizes need not be multiples of anything: masks cover the rest. Nothing here waits for
+the GPU, and no shape depends on data, so everything can be captured in a CUDA graph. A sum over rows is written as one
+partial row per program and summed in a second pass, in the same order every time; there are no atomics.
+"""

@@ -72,13 +72,13 @@ class Checkpoint:
     a file that is cut off or damaged, an index that disagrees with its shards, and weights stored as pickles.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, weights: str = WEIGHTS) -> None:
         self.path = Path(path)
-        index = _read_index(self.path)
+        index = None if weights != WEIGHTS else _read_index(self.path)
         self._files: dict[str, Path] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._dtypes: dict[str, str] = {}
-        for file in [self.path / WEIGHTS] if index is None else sorted({self.path / shard for shard in index.values()}):
+        for file in [self.path / weights] if index is None else sorted({self.path / shard for shard in index.values()}):
             self._read_header(file, index or {})
         for name, shard in (index or {}).items():
             if self._files.get(name) != self.path / shard:
@@ -311,15 +311,15 @@ def _write_safetensors(file: Path, sources: list[Source], dtype: torch.dtype) ->
     with file.open("wb") as out:
         out.write(len(text).to_bytes(8, "little"))
         out.write(text)
-        for name, shape, source_dtype, load in sources:
-            _write_tensor(out, load(), name, shape, source_dtype, dtype)
+        for source in sources:
+            _write_tensor(out, source, dtype)
 
 
-def _write_tensor(
-    out: BinaryIO, tensor: torch.Tensor, name: str, shape: tuple[int, ...], source: torch.dtype, dtype: torch.dtype
-) -> None:
-    # a function of its own: its last piece, a view of the whole tensor, must not outlive it
-    assert tuple(tensor.shape) == tuple(shape) and tensor.dtype == source, name
+def _write_tensor(out: BinaryIO, source: Source, dtype: torch.dtype) -> None:
+    # a function of its own, so that nothing of this tensor (a piece is a view of it) is left when the next is made
+    name, shape, source_dtype, load = source
+    tensor = load()
+    assert tuple(tensor.shape) == tuple(shape) and tensor.dtype == source_dtype, name
     for piece in tensor.detach().reshape(-1).split(_PIECE):
         out.write(piece.to(device="cpu", dtype=dtype).view(torch.uint8).numpy().data)
 

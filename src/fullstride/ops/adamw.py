@@ -52,6 +52,12 @@ class AdamWBuffers:
     v: torch.Tensor
     tensor: int
 
+    @property
+    def streams(self) -> tuple[int, int, int]:
+        """Noise streams of what is updated: the weights (the master copy where there is one), m and v."""
+        weight = WEIGHT_ROUNDING if self.master is None else MASTER_ROUNDING
+        return stream(weight, self.tensor), stream(M_ROUNDING, self.tensor), stream(V_ROUNDING, self.tensor)
+
 
 def adamw_ref(
     w: torch.Tensor, grad: torch.Tensor, m: torch.Tensor, v: torch.Tensor, hyper: torch.Tensor, decay: bool
@@ -67,9 +73,9 @@ def adamw_ref(
     return w - lr / correction1 * m / (v.sqrt() / correction2**0.5 + eps), m, v
 
 
-def _store(out: torch.Tensor, value: torch.Tensor, rng: torch.Tensor, purpose: int, tensor: int) -> None:
+def _store(out: torch.Tensor, value: torch.Tensor, rng: torch.Tensor, stream: int) -> None:
     if out.dtype == torch.bfloat16:
-        out.copy_(stochastic_round_ref(value, philox_ref(rng, stream(purpose, tensor), value.numel())))
+        out.copy_(stochastic_round_ref(value, philox_ref(rng, stream, value.numel())))
     else:
         out.copy_(value)
 
@@ -82,10 +88,9 @@ def adamw(b: AdamWBuffers, hyper: torch.Tensor, decay: bool, rng: torch.Tensor) 
         return kernel(b, hyper, decay, rng)
     w = b.param if b.master is None else b.master
     new_w, new_m, new_v = adamw_ref(w, b.grad, b.m, b.v, hyper, decay)
-    _store(b.m, new_m, rng, M_ROUNDING, b.tensor)
-    _store(b.v, new_v, rng, V_ROUNDING, b.tensor)
-    if b.master is None:
-        _store(b.param, new_w, rng, WEIGHT_ROUNDING, b.tensor)
-    else:
-        _store(b.master, new_w, rng, MASTER_ROUNDING, b.tensor)
+    w_stream, m_stream, v_stream = b.streams
+    _store(w, new_w, rng, w_stream)
+    _store(b.m, new_m, rng, m_stream)
+    _store(b.v, new_v, rng, v_stream)
+    if b.master is not None:
         b.param.copy_(b.master)

@@ -29,6 +29,6 @@ def dropout(
     if x_ND.is_cuda:
         from fullstride.kernels.dropout import dropout as kernel
 
-        return kernel(x_ND, p, rng, stream, out_ND, accumulate)
+        return kernel(x_ND, p, keep_threshold(p), rng, stream, out_ND, accumulate)
     dropped = dropout_ref(x_ND, p, rng, stream)
     out_ND.copy_(wide(out_ND) + dropped if accumulate else dropped)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -112,21 +110,3 @@ def replace_text(file: Path, text: str) -> None:
     beside = file.with_name(file.name + ".new")
     beside.write_text(text, encoding="utf-8")
     os.replace(beside, file)
-
-
-@contextmanager
-def replaced(directory: Path) -> Iterator[Path]:
-    """A new path beside `directory` to build its next content at; takes its place when the block succeeds."""
-    new, old = directory.with_name(directory.name + ".new"), directory.with_name(directory.name + ".old")
-    for leftover in (new, old):
-        shutil.rmtree(leftover, ignore_errors=True)
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        yield new
-    except BaseException:
-        shutil.rmtree(new, ignore_errors=True)
-        raise
-    if directory.exists():
-        directory.rename(old)
-    new.rename(directory)
-    shutil.rmtree(old, ignore_errors=True)

@@ -8,6 +8,10 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 
+class Stopped(KeyboardInterrupt):
+    """A stop that was asked for, met at a place where the state is whole."""
+
+
 class StopRequest:
     """While in its `with` block, the first SIGINT or SIGTERM is only noted; a second one acts as usual."""
 
@@ -35,6 +39,6 @@ class StopRequest:
         self._restore()
 
     def check(self) -> None:
-        """Raise KeyboardInterrupt once a stop was requested."""
+        """Raise Stopped once a stop was requested."""
         if self.requested:
-            raise KeyboardInterrupt
+            raise Stopped

@@ -1,0 +1,71 @@
+"""`fullstride COMMAND [RUN.toml] [--key value ...]`: find the command, build its configuration, run it.
+
+A command is a module with `Config` (a dataclass of keys), `SUMMARY`, `POSITIONAL` (keys that may come without a name)
+and `run(config) -> exit status`. Its module is imported when it is called, and what it needs beyond the standard
+library when it runs: `--help` is quick.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+from fullstride.config import help_text, nearest, parse
+from fullstride.errors import ConfigError, UsageError
+from fullstride.version import __version__
+
+COMMANDS = ("finetune", "generate", "import-gguf", "bench", "demo")
+DONE, FAILED, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status. Errors that are not the user's keep their traceback."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    try:
+        return dispatch(argv)
+    except ConfigError as error:
+        print(f"fullstride: error: {error}", file=sys.stderr)
+        return WRONG_USAGE if isinstance(error, UsageError) else FAILED
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def dispatch(argv: list[str]) -> int:
+    """As main, but raises."""
+    if not argv or argv[0] in ("--help", "-h", "help"):
+        print(usage())
+        return DONE if argv else WRONG_USAGE
+    if argv[0] == "--version":
+        print(f"fullstride {__version__}")
+        return DONE
+    name, rest = argv[0], argv[1:]
+    if name not in COMMANDS:
+        raise UsageError(
+            f"unknown command {name!r}; the nearest is {nearest(name, COMMANDS)!r}, there are {', '.join(COMMANDS)}"
+        )
+    command = load(name)
+    if "--help" in rest or "-h" in rest:
+        print(help_text(command.Config, name, command.SUMMARY, command.POSITIONAL))
+        return DONE
+    return command.run(parse(command.Config, rest, command.POSITIONAL))
+
+
+def load(name: str) -> ModuleType:
+    """The module of a command."""
+    return importlib.import_module(f"fullstride.cli.{name.replace('-', '_')}")
+
+
+def usage() -> str:
+    """All commands with what they do."""
+    lines = [f"  {name:<12} {load(name).SUMMARY}" for name in COMMANDS]
+    return "\n".join(
+        [
+            "usage: fullstride COMMAND [RUN.toml] [--key value ...]",
+            "",
+            *lines,
+            "",
+            "fullstride COMMAND --help lists a command's keys; fullstride --version",
+        ]
+    )

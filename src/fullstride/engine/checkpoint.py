@@ -1,0 +1,85 @@
+"""Checkpoints of the training state: trained weights, masters, moments, and what the run wants to remember.
+
+    DIRECTORY/step_00000010/<unit>.safetensors   param, master, m, v: the unit's flat buffers
+    DIRECTORY/step_00000010/state.json           step, the model, the trainer's settings, the run's own record
+    DIRECTORY/latest                             a text file with the newest folder's name
+
+A folder is written beside, then renamed; `latest` is replaced last. So whatever happens, `latest` names a whole one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+
+from fullstride.engine.state import TrainedUnit
+from fullstride.engine.step import Engine
+from fullstride.errors import ConfigError
+from fullstride.files import whole_directory, write_json
+from fullstride.model.hf import Checkpoint
+
+LATEST = "latest"
+
+
+def _buffers(unit: TrainedUnit) -> dict[str, Any]:
+    named = {"param": unit.param, "master": unit.master, "m": unit.m, "v": unit.v}
+    return {name: buffer for name, buffer in named.items() if buffer is not None}
+
+
+def _identity(engine: Engine) -> dict[str, Any]:
+    """What must be equal for a checkpoint to fit an engine, in JSON's types."""
+    config = {k: v for k, v in asdict(engine.config).items() if k != "extra"}
+    lora = None if engine.lora is None else asdict(engine.lora)
+    precision = {name: str(dtype) for name, dtype in asdict(engine.settings.precision).items()}
+    return json.loads(json.dumps({"model": config, "lora": lora, "precision": precision}))
+
+
+def save_checkpoint(engine: Engine, directory: str | Path, step: int, extra: dict[str, Any]) -> Path:
+    """Write the state after update `step` below `directory`; returns the folder. An old one of that step is replaced."""
+    directory = Path(directory)
+    folder = directory / f"step_{step:08d}"
+    with whole_directory(folder, overwrite=True) as new:
+        for name, unit in engine.state.trained.items():
+            tensors = {key: buffer.cpu() for key, buffer in _buffers(unit).items()}
+            save_file(tensors, new / f"{name}.safetensors")
+        record = {"step": step, **_identity(engine), "extra": extra}
+        write_json(new / "state.json", record)
+    pointer = directory / f".{LATEST}.partial"
+    pointer.write_text(folder.name + "\n", encoding="utf-8")
+    os.replace(pointer, directory / LATEST)
+    return folder
+
+
+def find_checkpoint(directory: str | Path, step: int | str = LATEST) -> Path:
+    """The folder of `step` (a number or "latest"). Raises ConfigError, naming those that exist, when there is none."""
+    directory = Path(directory)
+    name = f"step_{step:08d}" if isinstance(step, int) else None
+    if name is None and (directory / LATEST).is_file():
+        name = (directory / LATEST).read_text(encoding="utf-8").strip()
+    if name is None or not (directory / name / "state.json").is_file():
+        found = sorted(path.parent.name for path in directory.glob("step_*/state.json"))
+        raise ConfigError(f"{directory}: no checkpoint of step {step}; there are: {', '.join(found) or 'none'}")
+    return directory / name
+
+
+def load_checkpoint(engine: Engine, directory: str | Path, step: int | str = LATEST) -> dict[str, Any]:
+    """Read a state back; returns what save_checkpoint was given as `extra`.
+
+    Raises ConfigError for a missing or damaged checkpoint and for one of another model, adapter or precision.
+    """
+    folder = find_checkpoint(directory, step)
+    record = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    for key, value in _identity(engine).items():
+        if record.get(key) != value:
+            raise ConfigError(f"{folder}: a checkpoint of another {key}: {record.get(key)}, this is {value}")
+    for name, unit in engine.state.trained.items():
+        checkpoint = Checkpoint(folder, f"{name}.safetensors")
+        for key, buffer in _buffers(unit).items():
+            buffer.copy_(checkpoint.get(key))
+    engine.start_from(int(record["step"]))
+    return record["extra"]

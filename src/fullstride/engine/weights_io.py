@@ -1,0 +1,131 @@
+"""Weights in and out of an engine: Hugging Face directories, PEFT adapters, and a start from scratch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from fullstride.engine.step import Engine
+from fullstride.errors import ConfigError
+from fullstride.files import whole_directory, write_json
+from fullstride.model.hf import Checkpoint, check_tensors, compare_tensors, read_parts, write_model
+from fullstride.model.lora import peft_config, read_peft_config
+from fullstride.model.spec import ModelConfig, TensorSpec, Unit
+
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+
+
+def import_weights(engine: Engine, path: str | Path) -> None:
+    """Copy a Hugging Face directory's weights in, one tensor at a time.
+
+    Raises ConfigError, before any weight is read, when configuration or tensors do not fit the engine's.
+    """
+    found = ModelConfig.from_pretrained(path)
+    if found != engine.config:
+        raise ConfigError(f"{path}: another model than the trainer's: {_differences(found, engine.config)}")
+    checkpoint, state = Checkpoint(path), engine.state
+    check_tensors(checkpoint, state.base, engine.config.tie_word_embeddings)
+    for unit in state.base:
+        for spec in unit.tensors:
+            for part, tensor in read_parts(checkpoint, spec):
+                state.tensor(unit, spec)[part.start : part.stop].copy_(tensor)
+    state.params_written()
+
+
+def _differences(a: ModelConfig, b: ModelConfig) -> str:
+    names = [n for n in vars(a) if n != "extra" and getattr(a, n) != getattr(b, n)]
+    return ", ".join(f"{n} {getattr(a, n)} instead of {getattr(b, n)}" for n in names)
+
+
+def export_model(
+    engine: Engine, directory: str | Path, dtype: torch.dtype, source: Path | None, overwrite: bool
+) -> None:
+    """Write a Hugging Face directory as `dtype`; tokenizer and generation settings come from `source`, if given."""
+    state = engine.state
+    tensors = (
+        (part.hf_name, (part.stop - part.start, *spec.shape[1:]), engine.dtype, _reader(engine, unit, spec, part))
+        for unit in state.base
+        for spec in unit.tensors
+        for part in spec.parts
+    )
+    write_model(directory, engine.config, tensors, dtype=dtype, tokenizer_from=source, overwrite=overwrite)
+
+
+def _reader(engine: Engine, unit: Unit, spec: TensorSpec, part):
+    return lambda: engine.state.tensor(unit, spec)[part.start : part.stop].cpu()
+
+
+def init_weights(engine: Engine, seed: int) -> None:
+    """Matrices from N(0, initializer_range), norms 1, biases 0. Every tensor has a generator of its own, keyed by
+    (seed, its place in the table), so the values do not depend on what else is drawn."""
+    state = engine.state
+    for i, unit in enumerate(state.base):
+        for j, spec in enumerate(unit.tensors):
+            tensor = state.tensor(unit, spec)
+            if spec.decay:
+                generator = _generator(engine.device, seed, i, j)
+                tensor.normal_(0.0, engine.config.initializer_range, generator=generator)
+            else:
+                tensor.fill_(0.0 if spec.name.endswith("bias") else 1.0)
+    state.params_written()
+
+
+def init_adapters(engine: Engine, seed: int) -> None:
+    """A uniform in +-1/sqrt(inputs) (PEFT's kaiming_uniform with a = sqrt(5)), B zero: the model starts unchanged."""
+    state = engine.state
+    for i, unit in enumerate(state.adapters):
+        for j, spec in enumerate(unit.tensors):
+            tensor = state.tensor(unit, spec)
+            if spec.name.endswith(".a"):
+                bound = 1 / math.sqrt(spec.shape[1])
+                tensor.uniform_(-bound, bound, generator=_generator(engine.device, seed, len(state.base) + i, j))
+            else:
+                tensor.zero_()
+    state.params_written()
+
+
+def _generator(device: torch.device, seed: int, unit: int, tensor: int) -> torch.Generator:
+    key = np.random.SeedSequence((seed, unit, tensor)).generate_state(1, np.uint64)[0]
+    return torch.Generator(device).manual_seed(int(key) >> 1)
+
+
+def _adapter_tensors(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
+    """(PEFT name, rows of our tensor), from the masters where there are any, since they know more digits."""
+    for unit in engine.state.adapters:
+        views = engine.state.values(unit)
+        for spec in unit.tensors:
+            for part in spec.parts:
+                yield part.hf_name, views[spec.name][part.start : part.stop]
+
+
+def export_adapter(engine: Engine, directory: str | Path, base_model: str | None, overwrite: bool) -> None:
+    """Write the adapters as a PEFT directory (adapter_config.json, adapter_model.safetensors), whole or not at all."""
+    if engine.lora is None:
+        raise ConfigError("there is no adapter to export: the trainer has method = full; use export_model")
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in _adapter_tensors(engine)}
+    with whole_directory(Path(directory), overwrite) as new:
+        save_file(tensors, new / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+        write_json(new / "adapter_config.json", peft_config(engine.lora, base_model))
+
+
+def import_adapter(engine: Engine, directory: str | Path) -> None:
+    """Copy a PEFT directory's adapters in. Raises ConfigError when its settings or tensors are not the trainer's."""
+    found = read_peft_config(directory)
+    if engine.lora is None:
+        raise ConfigError(f"{directory} is an adapter, but the trainer has method = full; set method = lora")
+    # dropout belongs to training, not to the adapter: it may differ
+    names = [n for n in ("rank", "alpha", "targets", "rslora") if getattr(found, n) != getattr(engine.lora, n)]
+    if names:
+        told = ", ".join(f"{n} {getattr(found, n)} instead of {getattr(engine.lora, n)}" for n in names)
+        raise ConfigError(f"{directory}: another adapter than the trainer's: {told}")
+    checkpoint = Checkpoint(directory, ADAPTER_WEIGHTS)
+    shapes = {name: checkpoint.shape(name) for name in checkpoint.names}
+    compare_tensors(shapes, engine.state.adapters, str(directory))
+    for name, rows in _adapter_tensors(engine):
+        rows.copy_(checkpoint.get(name))
+    engine.state.values_written()

@@ -1,0 +1,42 @@
+"""Directories and files that appear whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from fullstride.errors import ConfigError
+
+
+@contextmanager
+def whole_directory(directory: Path, overwrite: bool = False) -> Iterator[Path]:
+    """A new directory beside `directory`, renamed to it at the end, or removed on any error.
+
+    Raises ConfigError when `directory` is a file, or not empty and not to be overwritten.
+    """
+    if directory.exists() and not directory.is_dir():
+        raise ConfigError(f"{directory} is a file; choose another directory")
+    if directory.is_dir() and any(directory.iterdir()) and not overwrite:
+        raise ConfigError(f"{directory} is not empty; choose another directory or remove it first")
+    new, old = (directory.with_name(f".{directory.name}.{state}") for state in ("partial", "replaced"))
+    shutil.rmtree(new, ignore_errors=True)  # left by a run that was killed
+    new.mkdir(parents=True)
+    try:
+        yield new
+        shutil.rmtree(old, ignore_errors=True)
+        if directory.exists():
+            os.replace(directory, old)
+        os.replace(new, directory)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def write_json(file: Path, value: Any) -> None:
+    """`value` as indented JSON in UTF-8."""
+    file.write_text(json.dumps(value, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,152 @@
+"""Measured training speed: random weights and tokens through the public Trainer, updates included."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fullstride.config import Options
+from fullstride.errors import ConfigError
+from fullstride.model.presets import PRESETS, preset
+from fullstride.model.spec import ModelConfig
+from fullstride.run.flops import model_flops, peak_flops
+from fullstride.trainer.trainer import Trainer
+
+ROUNDS = 5  # medians that are reported
+WARM_UP = 2  # updates before: compiling, first allocations
+TOKENS_PER_UPDATE = 65536  # on a GPU, so that the update itself weighs as in practice
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """Seconds per update (all of them, in rounds), host seconds per micro-step, what update() returned, peak bytes."""
+
+    rounds: list[list[float]]
+    host: list[float]
+    metrics: list[dict[str, float]]
+    peak_bytes: int | None
+
+
+def run_bench(config: Any) -> dict[str, Any]:
+    """Measure what cli/bench.py's Config describes; prints a table, returns the result as plain data.
+
+    Raises ConfigError when the training that was measured does not train.
+    """
+    config = config.resolved()
+    model = model_config(config.model)
+    grad_accum = config.grad_accum
+    if not grad_accum:
+        least = TOKENS_PER_UPDATE if config.device == "cuda" else 1
+        grad_accum = -(-least // (config.batch_size * config.seq_len))
+    options = Options(**{f.name: getattr(config, f.name) for f in dataclasses.fields(Options)})
+    with Trainer(
+        model, options, batch_size=config.batch_size, seq_len=config.seq_len, grad_accum=grad_accum
+    ) as trainer:
+        trainer.init_weights(config.seed)
+        measured = measure(trainer, grad_accum, config.updates, config.lr or (1e-3 if config.method == "lora" else 1e-4))
+        parameters = trainer.num_parameters
+    check_trains(measured.metrics)
+
+    medians = [statistics.median(seconds) for seconds in measured.rounds]
+    seconds = statistics.median(medians)
+    tokens = grad_accum * config.batch_size * config.seq_len
+    flops = model_flops(model, options, tokens, grad_accum * config.batch_size * config.seq_len**2)
+    peak = peak_flops(options)
+    result = {
+        "model": config.model,
+        "method": config.method,
+        "dtype": config.dtype,
+        "device": device_name(config.device),
+        "batch_size": config.batch_size,
+        "seq_len": config.seq_len,
+        "grad_accum": grad_accum,
+        "trainable_parameters": parameters[0],
+        "parameters": parameters[1],
+        "tokens_per_update": tokens,
+        "seconds_per_update": medians,
+        "tokens_per_sec": tokens / seconds,
+        "model_tflops_per_sec": flops / seconds / 1e12,
+        "mfu": None if peak is None else flops / seconds / peak,
+        "peak_memory_gb": None if measured.peak_bytes is None else measured.peak_bytes / 1e9,
+        "host_ms_per_micro_step": 1e3 * statistics.median(measured.host),
+        "loss_first": measured.metrics[0]["loss"],
+        "loss_last": measured.metrics[-1]["loss"],
+        "grad_norm_last": measured.metrics[-1]["grad_norm"],
+    }
+    print("\n".join(f"{name:<24} {shown(value)}" for name, value in result.items()))
+    if config.json:
+        Path(config.json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    return result
+
+
+def model_config(name: str) -> ModelConfig:
+    """The sizes that a built-in name, directory or config.json stands for."""
+    if name not in PRESETS and Path(name).exists():
+        return ModelConfig.from_pretrained(name)
+    return preset(name)
+
+
+def measure(trainer: Trainer, grad_accum: int, updates: int, lr: float) -> Measured:
+    """Train on one fixed window of random tokens, every position supervised; times exclude the warm-up."""
+    rng = np.random.default_rng(0)
+    shape = (trainer.batch_size, trainer.seq_len + 1)
+    window = [rng.integers(trainer.config.vocab_size, size=shape, dtype=np.int32) for _ in range(grad_accum)]
+    pairs = [(np.ascontiguousarray(ids[:, :-1]), np.ascontiguousarray(ids[:, 1:])) for ids in window]
+    host: list[float] = []
+    metrics: list[dict[str, float]] = []
+
+    def one_update() -> float:
+        started = time.perf_counter()
+        for inputs, targets in pairs:
+            issued = time.perf_counter()
+            trainer.step(inputs, targets)
+            host.append(time.perf_counter() - issued)
+        metrics.append(
+            trainer.update(
+                lr=lr, beta1=0.9, beta2=0.95, eps=1e-8, step=len(metrics) + 1, weight_decay=0.0, grad_clip=1.0
+            )
+        )
+        return time.perf_counter() - started
+
+    for _ in range(WARM_UP):
+        one_update()
+    host.clear()
+    trainer.peak_memory()
+    rounds = [[one_update() for _ in range(updates)] for _ in range(ROUNDS)]
+    return Measured(rounds, host, metrics, trainer.peak_memory())
+
+
+def check_trains(metrics: list[dict[str, float]]) -> None:
+    """Raise ConfigError when the loss on the fixed window does not fall, or a gradient norm is zero or not finite."""
+    norms = [m["grad_norm"] for m in metrics]
+    if not all(0 < norm < float("inf") for norm in norms):
+        raise ConfigError(f"bench: a gradient norm is zero or not finite ({min(norms)} to {max(norms)}): nothing trains")
+    if not metrics[-1]["loss"] < metrics[0]["loss"]:
+        raise ConfigError(
+            f"bench: the loss on a fixed batch does not fall ({metrics[0]['loss']:.5f} to {metrics[-1]['loss']:.5f}); "
+            "lower lr, or set dtype = fp32 to see whether precision is the cause"
+        )
+
+
+def device_name(device: str) -> str:
+    """The GPU's name, or `cpu`."""
+    if device != "cuda":
+        return device
+    import torch
+
+    return torch.cuda.get_device_name()
+
+
+def shown(value: Any) -> str:
+    """A value of the table."""
+    if isinstance(value, list):
+        return "  ".join(shown(item) for item in value)
+    if isinstance(value, float):
+        return f"{value:,.4g}" if value < 1e4 else f"{value:,.0f}"
+    return "-" if value is None else f"{value:,}" if isinstance(value, int) else str(value)

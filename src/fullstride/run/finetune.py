@@ -1,0 +1,260 @@
+"""Supervised fine-tuning: configuration -> rows -> trainer -> updates -> adapter or model."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fullstride.config import FinetuneConfig, build
+from fullstride.data.loader import Batch
+from fullstride.engine.lr import learning_rate
+from fullstride.errors import ConfigError
+from fullstride.files import whole_directory
+from fullstride.model.hf import TOKENIZER_FILES
+from fullstride.run.flops import model_flops, peak_flops
+from fullstride.run.interrupt import Stopped, StopRequest
+from fullstride.run.metrics import EventLog, MetricsFile, update_row
+from fullstride.run.plot import plot_loss
+from fullstride.run.prepare import Job, prepare, preview
+from fullstride.run.progress import Progress
+from fullstride.trainer.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class FinetuneResult:
+    """What a run came to; losses are None where there was nothing to measure, paths where nothing was written."""
+
+    out: Path
+    steps: int
+    loss: float | None
+    eval_loss_before: float | None
+    eval_loss: float | None
+    adapter: Path | None
+    model: Path | None
+
+
+def finetune(**keys: Any) -> FinetuneResult:
+    """Fine-tune as `fullstride finetune --key value ...` does; keys as keyword arguments, with underscores.
+
+    Raises ConfigError (with its kinds UsageError and DataError) for what cannot be run, KeyboardInterrupt when stopped
+    by a signal (the state is saved).
+    """
+    return run_finetune(build(FinetuneConfig, keys))
+
+
+def run_finetune(config: FinetuneConfig) -> FinetuneResult:
+    """See `finetune`. The run directory appears once everything that can be refused has been checked."""
+    job = prepare(config)
+    print("\n".join(job.describe()))
+    if config.dry_run:
+        print("\n".join(preview(job)))
+        return FinetuneResult(job.directory.path, 0, None, None, None, None, None)
+    c = job.config
+    with Trainer(
+        job.model, c.options(), batch_size=c.batch_size, seq_len=c.seq_len, grad_accum=c.grad_accum
+    ) as trainer:
+        state = load(trainer, job)
+        trainable, total = trainer.num_parameters
+        print(f"parameters: {trainable:,} train of {total:,} ({100 * trainable / total:.2f} %)", flush=True)
+        return Run(job, trainer, state).train()
+
+
+def load(trainer: Trainer, job: Job) -> dict[str, Any]:
+    """Give `trainer` its weights; returns what a checkpoint keeps beside them ({} for a new run)."""
+    trainer.import_weights(job.model_path)
+    if not job.resume_step:
+        if job.config.adapter:
+            trainer.import_adapter(Path(job.config.adapter))
+        return {}
+    state = trainer.load_checkpoint(job.directory.checkpoints, job.resume_step)
+    data = [job.loader.rows_per_epoch, job.loader.num_tokens]
+    if state["data"] != data:
+        raise ConfigError(
+            f"out: the run in {job.directory.path} was started on {state['data'][0]} rows of {state['data'][1]} tokens, "
+            f"the data now gives {data[0]} rows of {data[1]}; choose another --out or --name, or restore the data"
+        )
+    return state
+
+
+class Run:
+    """A run under way. `done` is the last completed update, `position` the loader's place after it."""
+
+    def __init__(self, job: Job, trainer: Trainer, state: dict[str, Any]) -> None:
+        self.job, self.config, self.trainer = job, job.config, trainer
+        self.directory = job.directory
+        self.done = self.saved = job.resume_step
+        self.position: int = state.get("position", 0)
+        self.eval_loss_before: float | None = state.get("eval_loss_before")
+        self.eval_loss: float | None = None
+        self.loss: float | None = None
+        self.peak = peak_flops(job.config)
+        job.loader.seek(self.position)
+
+        self.directory.create(job.config)
+        self.directory.drop_after(job.resume_step)
+        self.metrics = MetricsFile(self.directory.path / "metrics.csv", job.resume_step)
+        self.log = EventLog(self.directory.path / "log.jsonl", job.resume_step)
+        self.stop = StopRequest()
+        self.progress = Progress(job.num_steps, job.resume_step + 1)
+
+    def train(self) -> FinetuneResult:
+        """All updates that are left, evaluations, checkpoints and exports."""
+        with self.stop, self.progress:
+            try:
+                self.begin()
+                for step in range(self.done + 1, self.job.num_steps + 1):
+                    self.update(step)
+                    if self.position % self.job.loader.rows_per_epoch == 0:
+                        self.end_epoch(self.position // self.job.loader.rows_per_epoch)
+                    # last, so that what a checkpoint counts as done is done
+                    if self.config.save_every and step % self.config.save_every == 0:
+                        self.save()
+            except Stopped:
+                self.interrupted()
+                raise
+            return self.finish()
+
+    def begin(self) -> None:
+        trainable, total = self.trainer.num_parameters
+        parameters = {"trainable_parameters": trainable, "parameters": total}
+        if self.done:
+            self.progress.line(f"resumed at step {self.done} of {self.job.num_steps}")
+            self.log.write("resume", step=self.done, num_steps=self.job.num_steps, **parameters)
+            return
+        self.log.write("start", num_steps=self.job.num_steps, **parameters)
+        for event in self.job.report.events():
+            self.log.write(**event)
+        self.eval_loss_before = self.evaluate()
+
+    def update(self, step: int) -> None:
+        """One window of micro-steps and the update; its row in metrics.csv."""
+        c, job = self.config, self.job
+        started = time.perf_counter()
+        batches = job.loader.next_window(c.grad_accum)
+        for batch in batches:
+            self.stop.check()
+            self.trainer.step(batch.inputs, batch.targets, batch.documents)
+        self.stop.check()
+        lr = learning_rate(c.schedule, step, job.num_steps, c.lr, c.warmup, c.final_lr_fraction)
+        metrics = self.trainer.update(
+            lr=lr,
+            beta1=c.beta1,
+            beta2=c.beta2,
+            eps=c.eps,
+            step=step,
+            weight_decay=c.weight_decay,
+            grad_clip=c.grad_clip,
+        )
+        seconds = time.perf_counter() - started
+        row_ids = [row for batch in batches for row in batch.row_ids]
+        self.check_finite(step, metrics, row_ids)
+        tokens = sum(batch.tokens for batch in batches)
+        flops = model_flops(job.model, c, tokens, job.squared_lengths(row_ids))
+        row = update_row(
+            epoch=self.position // job.loader.rows_per_epoch + 1,
+            step=step,
+            metrics=metrics,
+            lr=lr,
+            tokens=tokens,
+            seconds=seconds,
+            peak_bytes=self.trainer.peak_memory(),
+            mfu=None if self.peak is None else flops / seconds / self.peak,
+        )
+        self.done, self.position, self.loss = step, job.loader.position, metrics["loss"]
+        self.progress.update(row)
+        try:
+            if step == job.num_steps or (c.eval_every and step % c.eval_every == 0):
+                row["eval_loss"] = self.evaluate()
+        finally:  # the update has happened: its row is written, also when the evaluation is interrupted
+            self.metrics.append(row)
+            self.log.write("update", **row)
+
+    def check_finite(self, step: int, metrics: dict[str, float], row_ids: list[int]) -> None:
+        """Raise ConfigError, before anything is saved, when the update was spoilt."""
+        loss, norm = metrics["loss"], metrics["grad_norm"]
+        if math.isfinite(loss) and math.isfinite(norm):
+            return
+        self.log.write("non-finite", step=step, loss=str(loss), grad_norm=str(norm), rows=row_ids)
+        good = f"checkpoint of step {self.saved} is good" if self.saved else "there is no checkpoint yet"
+        raise ConfigError(
+            f"loss {loss}, gradient norm {norm} at step {step} (rows {', '.join(map(str, row_ids))}: "
+            f"{self.job.where(row_ids)}); {good}. Look at these rows, or lower lr"
+        )
+
+    def evaluate(self) -> float | None:
+        """Loss per supervised token of the evaluation rows; None without any."""
+        if self.job.eval_loader is None:
+            return None
+        started, total, count = time.perf_counter(), 0.0, 0
+        for batch in self.job.eval_loader.eval_batches():
+            self.stop.check()
+            result = self.validate(batch)
+            total, count = total + result["loss"] * result["tokens"], count + int(result["tokens"])
+        self.eval_loss = total / count
+        seconds = time.perf_counter() - started
+        self.progress.line(f"evaluation at step {self.done}: loss {self.eval_loss:.4f} ({count:,} tokens, {seconds:.1f} s)")
+        self.log.write("evaluation", step=self.done, loss=self.eval_loss, tokens=count, seconds=seconds)
+        return self.eval_loss
+
+    def validate(self, batch: Batch) -> dict[str, float]:
+        return self.trainer.validate(batch.inputs, batch.targets, batch.documents)
+
+    def save(self) -> None:
+        """A checkpoint of the last completed update, unless there is one."""
+        if self.saved == self.done:
+            return
+        loader = self.job.loader
+        state = {
+            "position": self.position,
+            "data": [loader.rows_per_epoch, loader.num_tokens],
+            "eval_loss_before": self.eval_loss_before,
+        }
+        self.trainer.save_checkpoint(self.directory.checkpoints, self.done, state)
+        self.saved = self.done
+        self.directory.prune(self.config.keep)
+        self.log.write("checkpoint", step=self.done)
+
+    def end_epoch(self, epoch: int) -> None:
+        """adapters/epoch_N, and adapter/ as the newest (a full model is exported once, at the end)."""
+        if self.config.method == "lora":
+            self.export_adapter(self.directory.path / "adapters" / f"epoch_{epoch}")
+            self.export_adapter(self.directory.path / "adapter")
+
+    def export_adapter(self, directory: Path) -> None:
+        """A PEFT directory with the tokenizer's files beside."""
+        with whole_directory(directory, overwrite=True) as new:
+            self.trainer.export_adapter(new)
+            for name in TOKENIZER_FILES:
+                if (self.job.model_path / name).is_file():
+                    shutil.copyfile(self.job.model_path / name, new / name)
+        self.log.write("export", step=self.done, path=str(directory))
+
+    def interrupted(self) -> None:
+        """Save what is complete; the unfinished window is dropped."""
+        self.trainer.engine.start_from(self.done)
+        self.save()
+        self.log.write("interrupted", step=self.done)
+        kept = f"state of step {self.done} is saved" if self.done else "no update was complete, nothing to save"
+        self.progress.line(f"interrupted: {kept}; resume with: fullstride finetune {self.directory.config_file}")
+
+    def finish(self) -> FinetuneResult:
+        """The last checkpoint, what was trained, and the loss curve."""
+        path, adapter, model = self.directory.path, None, None
+        self.save()
+        if self.eval_loss is None:  # resumed at the last step: nothing was left to train
+            self.evaluate()
+        if self.config.method == "lora":
+            adapter = path / "adapter"
+            self.export_adapter(adapter)
+        else:
+            model = path / "model"
+            self.trainer.export_model(model, self.config.export_dtype, overwrite=True)
+            self.log.write("export", step=self.done, path=str(model))
+        plot_loss(path)
+        self.log.write("end", step=self.done, loss=self.loss, eval_loss=self.eval_loss)
+        self.progress.line(f"done: {adapter or model}")
+        return FinetuneResult(path, self.done, self.loss, self.eval_loss_before, self.eval_loss, adapter, model)

@@ -1,0 +1,137 @@
+"""From a configuration to everything a run needs but its weights. Nothing is written here."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fullstride.config import FinetuneConfig
+from fullstride.data.chat import Example, check_ids, encode_rows, show
+from fullstride.data.loader import Loader
+from fullstride.data.report import Report
+from fullstride.data.sources import load_eval, load_train
+from fullstride.errors import ConfigError
+from fullstride.model.spec import ModelConfig
+from fullstride.run.directory import RunDirectory
+from fullstride.run.source import find_model, load_tokenizer, padding_id
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run that may start: `config` is resolved, `resume_step` is 0 for a new run."""
+
+    config: FinetuneConfig
+    directory: RunDirectory
+    resume_step: int
+    model_path: Path
+    model: ModelConfig
+    tokenizer: Any
+    report: Report
+    examples: list[Example]
+    loader: Loader
+    eval_loader: Loader | None
+
+    @property
+    def updates_per_epoch(self) -> int:
+        return self.loader.updates_per_epoch(self.config.grad_accum)
+
+    @property
+    def num_steps(self) -> int:
+        """Updates of the whole run."""
+        return self.config.steps or self.config.epochs * self.updates_per_epoch
+
+    def squared_lengths(self, row_ids: list[int]) -> int:
+        """Sum of n^2 over the documents of these rows: what causal attention costs."""
+        return sum(len(self.examples[i].ids) ** 2 for row in row_ids for i in self.loader.rows[row])
+
+    def where(self, row_ids: list[int]) -> str:
+        """The data lines in these rows, for a message."""
+        lines = [f"{self.examples[i].file} line {self.examples[i].line}" for r in row_ids for i in self.loader.rows[r]]
+        return ", ".join(lines[:8]) + (f" and {len(lines) - 8} more" if len(lines) > 8 else "")
+
+    def describe(self) -> list[str]:
+        """The data and the number of updates in a few lines."""
+        c, loader = self.config, self.loader
+        passes = f"{c.steps} updates" if c.steps else f"{c.epochs} epochs of {self.updates_per_epoch} updates"
+        supervised = sum(int(e.supervised.sum()) for e in self.examples)
+        lines = [
+            *(f"data: {line}" for line in self.report.summary()),
+            f"data: {len(self.examples):,} documents, {loader.num_tokens:,} tokens ({supervised:,} supervised) in "
+            f"{loader.rows_per_epoch:,} rows of {c.seq_len:,}, {100 * loader.padding_share:.1f} % padding",
+        ]
+        if self.eval_loader is not None:
+            held_out = self.eval_loader
+            lines.append(f"evaluation: {held_out.num_tokens:,} tokens in {held_out.rows_per_epoch:,} rows")
+        per_update = c.batch_size * c.grad_accum
+        return [*lines, f"updates: {self.num_steps:,} ({passes}), {per_update} rows each, an epoch's last may have fewer"]
+
+
+def prepare(config: FinetuneConfig) -> Job:
+    """Resolve `config` and read model configuration, tokenizer and data.
+
+    Raises ConfigError, UsageError or DataError for whatever can be refused without the weights.
+    """
+    config = config.resolved()
+    model_path = find_model(config.model)
+    model = ModelConfig.from_pretrained(model_path)
+    if config.adapter and not (Path(config.adapter) / "adapter_config.json").is_file():
+        raise ConfigError(f"adapter: no adapter_config.json in {config.adapter}; give a PEFT directory")
+    config = _with_paths(config)
+    directory = RunDirectory(Path(config.out))
+    resume_step = 0 if config.dry_run else directory.start_step(config)
+    tokenizer = load_tokenizer(model_path, model)
+
+    report = Report()
+    examples = encode_rows(
+        load_train(config.data, report), tokenizer, config.seq_len, report, config.truncate, config.train_on  # type: ignore[arg-type]
+    )
+    check_ids(examples, model.vocab_size)
+    pad_id = padding_id(tokenizer)
+
+    def loader(examples: list[Example]) -> Loader:
+        return Loader(examples, config.seq_len, config.batch_size, config.packing, config.seed, pad_id)
+
+    eval_loader = None
+    eval_rows = load_eval(config.data, config.eval_data or None, report)
+    if eval_rows is not None:
+        eval_examples = encode_rows(
+            eval_rows, tokenizer, config.seq_len, report, config.truncate, config.train_on  # type: ignore[arg-type]
+        )
+        check_ids(eval_examples, model.vocab_size)
+        eval_loader = loader(eval_examples)
+    return Job(
+        config, directory, resume_step, model_path, model, tokenizer, report, examples, loader(examples), eval_loader
+    )
+
+
+def _with_paths(config: FinetuneConfig) -> FinetuneConfig:
+    """`config` with absolute paths, so that its run.toml can be run from anywhere, and with out and name decided."""
+
+    def absolute(names: str) -> str:
+        return ",".join(str(Path(n).resolve()) if n and Path(n).exists() else n for n in names.split(","))
+
+    # `ami` and `sample` win over files of that name, so they stay words
+    data = config.data if config.data in ("ami", "sample") else absolute(config.data)
+    first = Path(config.data.split(",")[0])
+    name = config.name or (Path(config.out).name if config.out else f"{Path(config.model).resolve().name}-{first.stem}")
+    return dataclasses.replace(
+        config,
+        model=absolute(config.model),
+        data=data,
+        eval_data=config.eval_data if config.eval_data in ("ami", "sample") else absolute(config.eval_data),
+        adapter=absolute(config.adapter),
+        name=name,
+        out=str(Path(config.out or Path("runs") / name).resolve()),
+    )
+
+
+def preview(job: Job) -> list[str]:
+    """One row of the data decoded, its supervised parts marked."""
+    row = job.loader.rows[0]
+    texts = [show(job.examples[i], job.tokenizer) for i in row]
+    tokens = int(np.sum([len(job.examples[i].ids) for i in row]))
+    return [f"first row: {len(row)} documents, {tokens} tokens; «supervised»", *texts]

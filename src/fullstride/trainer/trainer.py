@@ -1,0 +1,288 @@
+"""The object that users hold: a model in training, behind plain calls."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fullstride.config import Options
+from fullstride.engine import checkpoint, weights_io
+from fullstride.engine.batch import HostBatch
+from fullstride.engine.state import Precision
+from fullstride.engine.step import Engine, EngineSettings
+from fullstride.errors import ConfigError
+from fullstride.model.lora import LoraSettings
+from fullstride.model.spec import ModelConfig, num_parameters
+from fullstride.ops.cross_entropy import IGNORED
+from fullstride.trainer.telemetry import PeakMemory, device_info
+
+Array = np.ndarray | torch.Tensor
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+LOGITS_BYTES = 1.25e9  # automatic head_chunks keep one chunk's logits under this
+
+
+class Trainer:
+    """Trains one model on one device, in this process.
+
+    config: the model's sizes. options: method, LoRA, precision, memory, device, seed. A micro-step has `batch_size`
+    rows of `seq_len` tokens, an update at most `grad_accum` micro-steps.
+
+    Raises ConfigError for options that do not work here, and MemoryError, naming the segment, when memory is short.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        options: Options | None = None,
+        *,
+        gpus: int = 1,
+        batch_size: int,
+        seq_len: int,
+        grad_accum: int = 1,
+    ) -> None:
+        for name, value in (("batch_size", batch_size), ("seq_len", seq_len), ("grad_accum", grad_accum)):
+            if not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name} must be a positive integer, got {value!r}")
+        if gpus != 1:
+            raise ConfigError(f"gpus = {gpus}: training runs on one device now; set gpus = 1")
+        self.config = config
+        self.options = (options or Options()).resolved()
+        self.batch_size, self.seq_len, self.grad_accum, self.world_size = batch_size, seq_len, grad_accum, 1
+        self._source: Path | None = None
+        device = torch.device(self.options.device)
+        self.device = torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
+        with torch.no_grad():
+            self._engine = Engine(config, _lora(self.options), self._settings(), self.device)
+            if self.options.method == "lora":
+                weights_io.init_adapters(self._engine, self.options.seed)
+        self.peak_memory = PeakMemory(self.device)
+
+    def _settings(self) -> EngineSettings:
+        o = self.options
+        param, master = DTYPES[o.dtype], DTYPES[o.master_dtype]
+        precision = Precision(param, None if master == param else master, DTYPES[o.m_dtype], DTYPES[o.v_dtype])
+        tokens = self.batch_size * self.seq_len
+        chunks = o.head_chunks or _head_chunks(tokens, self.config.vocab_size * param.itemsize)
+        if chunks > tokens:
+            raise ConfigError(f"head-chunks {chunks} exceeds the {tokens} tokens of a micro-step; set at most {tokens}")
+        return EngineSettings(
+            self.batch_size, self.seq_len, precision, chunks, frozenset(o.recompute), o.deterministic, o.seed
+        )
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path, options: Options | None = None, **sizes: Any) -> Trainer:
+        """A trainer of the model in a Hugging Face directory, with its weights. `sizes` as in the constructor."""
+        trainer = cls(ModelConfig.from_pretrained(path), options, **sizes)
+        trainer.import_weights(path)
+        return trainer
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Free the model. Later calls raise ConfigError; a second stop does nothing."""
+        self.__dict__.pop("_engine", None)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    @property
+    def engine(self) -> Engine:
+        """The engine behind this trainer."""
+        engine = self.__dict__.get("_engine")
+        if engine is None:
+            raise ConfigError("the trainer is stopped; make a new one")
+        return engine
+
+    # ---- weights
+
+    @torch.no_grad()
+    def import_weights(self, path: str | Path) -> None:
+        """Weights of a Hugging Face directory (single or sharded safetensors). Raises ConfigError if they do not fit."""
+        weights_io.import_weights(self.engine, path)
+        self._source = Path(path)
+
+    @torch.no_grad()
+    def init_weights(self, seed: int | None = None) -> None:
+        """Random weights: N(0, initializer_range), norms 1, biases 0. seed: the options' by default."""
+        weights_io.init_weights(self.engine, self.options.seed if seed is None else seed)
+
+    @torch.no_grad()
+    def import_adapter(self, directory: str | Path) -> None:
+        """Adapters of a PEFT directory with the options' rank, alpha, targets and rslora."""
+        weights_io.import_adapter(self.engine, directory)
+
+    @torch.no_grad()
+    def export_model(self, directory: str | Path, dtype: str = "", overwrite: bool = False) -> None:
+        """A Hugging Face directory of the model, in training's precision or `dtype` (fp32, bf16).
+
+        Tokenizer and generation settings are copied from where the weights came from. Under LoRA this is the base.
+        """
+        number = DTYPES[dtype or self.options.dtype]
+        weights_io.export_model(self.engine, directory, number, self._source, overwrite)
+
+    @torch.no_grad()
+    def export_adapter(self, directory: str | Path, overwrite: bool = False) -> None:
+        """A PEFT directory of the adapters (adapter_config.json, adapter_model.safetensors)."""
+        base = None if self._source is None else str(self._source)
+        weights_io.export_adapter(self.engine, directory, base, overwrite)
+
+    @torch.no_grad()
+    def save_checkpoint(self, directory: str | Path, step: int, extra: dict[str, Any] | None = None) -> None:
+        """The training state after update `step`, below `directory`; `extra` (JSON's types) comes back on loading.
+
+        Raises ConfigError between step and update: accumulated gradients are not part of a checkpoint.
+        """
+        if self.engine.micro_steps:
+            raise ConfigError("save_checkpoint between step and update would lose the gradients; call update first")
+        checkpoint.save_checkpoint(self.engine, directory, step, extra or {})
+
+    @torch.no_grad()
+    def load_checkpoint(self, directory: str | Path, step: int | str = checkpoint.LATEST) -> dict[str, Any]:
+        """The training state of `step` (a number or "latest"); returns what was saved as `extra`."""
+        return checkpoint.load_checkpoint(self.engine, directory, step)
+
+    # ---- training
+
+    @torch.no_grad()
+    def step(self, inputs: Array, targets: Array, documents: Array | None = None, z_loss: float = 0.0) -> None:
+        """One micro-step: forward and backward of int32 [batch_size, seq_len] arrays.
+
+        targets[:, t] is what inputs[:, t] should predict, -100 = ignored. documents numbers the documents of a row: a
+        run of equal numbers is one, and documents do not see each other; None means one a row. z_loss adds
+        z_loss * lse ** 2 per supervised token to what is minimised. Returns when the work is issued.
+
+        Raises ConfigError for arrays of another shape or dtype, ids outside the vocabulary, and more than grad_accum
+        micro-steps without an update.
+        """
+        if self.engine.micro_steps >= self.grad_accum:
+            raise ConfigError(f"{self.grad_accum} micro-steps (grad_accum) are done; call update before the next step")
+        self.engine.micro_step(self._batch(inputs, targets, documents), z_loss)
+
+    @torch.no_grad()
+    def validate(self, inputs: Array, targets: Array, documents: Array | None = None) -> dict[str, float]:
+        """{"loss", "loss_1k", "tokens"} of a forward without dropout; legal at any time, changes nothing."""
+        return self.engine.validate(self._batch(inputs, targets, documents))
+
+    @torch.no_grad()
+    def update(
+        self,
+        lr: float,
+        beta1: float = 0.9,
+        beta2: float = 0.95,
+        eps: float = 1e-8,
+        step: int | None = None,
+        weight_decay: float = 0.0,
+        grad_clip: float = 0.0,
+    ) -> dict[str, float]:
+        """Clip by the global norm (grad_clip 0: no clip) and one AdamW update; no decay on norms and biases.
+
+        step counts updates from 1 (None: one more than the last). Returns loss and loss_1k (over the first 1024
+        positions), grad_norm before the clip, lse_max and lse_mean (log-sum-exp of the logits), and tokens: means over
+        the supervised tokens of all micro-steps since the last update.
+
+        Raises ConfigError without a step before it, or when those steps had no supervised token.
+        """
+        engine = self.engine
+        if not engine.micro_steps:
+            raise ConfigError("update needs at least one step before it")
+        if not engine.tokens:
+            raise ConfigError("no supervised token since the last update (all targets are -100): nothing to learn from")
+        step = engine.updates + 1 if step is None else step
+        if step < 1:
+            raise ConfigError(f"step counts updates from 1, got {step}")
+        return engine.update(
+            step=step, grad_clip=grad_clip, lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay
+        )
+
+    def _batch(self, inputs: Array, targets: Array, documents: Array | None) -> HostBatch:
+        ids = self._checked("inputs", inputs)
+        labels = self._checked("targets", targets)
+        vocabulary = self.config.vocab_size
+        for name, values, legal in (
+            ("inputs", ids, (ids >= 0) & (ids < vocabulary)),
+            ("targets", labels, ((labels >= 0) & (labels < vocabulary)) | (labels == IGNORED)),
+        ):
+            if not legal.all():
+                row, column = np.argwhere(~legal)[0]
+                raise ConfigError(
+                    f"{name}[{row}, {column}] is {values[row, column]}: token ids must be below the embedding's "
+                    f"{vocabulary} rows; is this the model's tokenizer?"
+                )
+        return HostBatch.of(ids, labels, None if documents is None else self._checked("documents", documents))
+
+    def _checked(self, name: str, array: Array) -> np.ndarray:
+        expected = (self.batch_size, self.seq_len)
+        if isinstance(array, torch.Tensor):
+            if array.device.type != "cpu":
+                raise ConfigError(f"{name} must be a NumPy array or a CPU tensor, got a tensor on {array.device}")
+            array = array.numpy()
+        if not isinstance(array, np.ndarray) or array.shape != expected or array.dtype != np.int32:
+            got = f"{array.dtype} {list(array.shape)}" if isinstance(array, np.ndarray) else type(array).__name__
+            raise ConfigError(f"{name} must be int32 {list(expected)} (batch_size, seq_len), got {got}")
+        return array
+
+    # ---- queries
+
+    @property
+    def num_parameters(self) -> tuple[int, int]:
+        """(trainable, total) numbers of parameters; a tied head counts once."""
+        state = self.engine.state
+        total = num_parameters(state.units)
+        return (num_parameters(state.adapters) if self.options.method == "lora" else total), total
+
+    def gpu_info(self) -> list[dict[str, Any]]:
+        """One record a GPU: clocks, power, temperature, fan, memory, utilisation, throttling, PCIe; None on a CPU."""
+        return [device_info(self.device)]
+
+    def allocations(self, rank: int = 0) -> dict[str, dict[str, int]]:
+        """{segment: {"device", "managed", "pinned", "pageable": bytes}} of one rank."""
+        self._check_rank(rank)
+        return self.engine.arena.allocations()
+
+    def stack_info(self, rank: int = 0) -> dict[str, int]:
+        """{name: high-water bytes} of one rank's scratch."""
+        self._check_rank(rank)
+        return self.engine.scratch.high_water()
+
+    @torch.no_grad()
+    def gradients(self, rank: int = 0) -> dict[str, torch.Tensor]:
+        """{Hugging Face or PEFT name: CPU tensor}: gradients of the loss *sum* since the last update, for debugging.
+
+        Raises ConfigError unless called between step and update.
+        """
+        self._check_rank(rank)
+        engine = self.engine
+        if not engine.micro_steps:
+            raise ConfigError("gradients exist between step and update; call step first")
+        found = {}
+        for unit in engine.state.units:
+            for spec in unit.tensors if unit.name in engine.state.trained else ():
+                grad = engine.state.gradients.full(unit.name)[spec.name]
+                found |= {part.hf_name: grad[part.start : part.stop].cpu().clone() for part in spec.parts}
+        return found
+
+    def _check_rank(self, rank: int) -> None:
+        if rank != 0:
+            raise ConfigError(f"rank must be below world_size 1, got {rank}")
+
+
+def _lora(options: Options) -> LoraSettings | None:
+    if options.method == "full":
+        return None
+    o = options
+    return LoraSettings(o.lora_rank, o.lora_alpha, o.lora_dropout, o.lora_targets, o.rslora)
+
+
+def _head_chunks(tokens: int, row_bytes: int) -> int:
+    """The smallest power of two of chunks whose logits fit LOGITS_BYTES (at most one chunk a token)."""
+    chunks = 1
+    while chunks < tokens and -(-tokens // chunks) * row_bytes > LOGITS_BYTES:
+        chunks *= 2
+    return min(chunks, tokens)
