@@ -41,9 +41,11 @@ def cross_entropy_kernel(
         # finite, so that a lane that saw only -inf (masked or not) subtracts no infinities
         top = tl.full([LANES], -1e38, tl.float32)
         total = tl.zeros([LANES], tl.float32)
+        ahead = tl.load(logits + cols, mask=cols < V, other=float("-inf"), eviction_policy="evict_last")
         for block in range(0, num_blocks):
-            at = block * (LANES * LANE) + cols
-            x = tl.load(logits + at, mask=at < V, other=float("-inf"), eviction_policy="evict_last").to(tl.float32)
+            x = ahead.to(tl.float32)
+            at = (block + 1) * (LANES * LANE) + cols
+            ahead = tl.load(logits + at, mask=at < V, other=float("-inf"), eviction_policy="evict_last")
             new_top = tl.maximum(top, tl.max(x, axis=1))
             total = total * tl.exp(top - new_top) + tl.sum(tl.exp(x - new_top[:, None]), axis=1)
             top = new_top

@@ -152,7 +152,7 @@ def rms_norm_bwd(
     assert dnormed_ND.stride(1) == x_ND.stride(1) == dresidual.stride(1) == dx_ND.stride(1) == 1
     rows, block_d, warps = _tile(width)
     tile_bytes = rows * block_d * x_ND.element_size()
-    num_programs = min(cdiv(num_rows, rows), num_sms(x_ND) * max(1, min(4, 2**15 // tile_bytes)))
+    num_programs = min(cdiv(num_rows, rows), num_sms(x_ND) * (16 // warps))  # all of them at once, by their registers
     partial = None
     if dweight_D is not None:
         partial = torch.empty(num_programs, width, dtype=torch.float32, device=x_ND.device)

@@ -65,17 +65,6 @@ def rope_fwd_kernel(
 
 
 @triton.jit
-def load_heads(dq, dk, dv, heads, cols, in_head, dq_head, dk_head, dv_head, H: tl.constexpr, K: tl.constexpr):
-    """Half heads of the merged gradient, out of the tensor that has them. The pointers are the token's."""
-    from_q = tl.load(dq + heads * dq_head + cols, mask=(heads < H) & in_head, other=0.0)
-    from_k = tl.load(dk + (heads - H) * dk_head + cols, mask=(heads >= H) & (heads < H + K) & in_head, other=0.0)
-    from_v = tl.load(
-        dv + (heads - H - K) * dv_head + cols, mask=(heads >= H + K) & (heads < H + 2 * K) & in_head, other=0.0
-    )
-    return tl.where(heads < H, from_q, tl.where(heads < H + K, from_k, from_v)).to(tl.float32)
-
-
-@triton.jit
 def rope_bwd_kernel(
     dq,
     dk,
@@ -105,6 +94,7 @@ def rope_bwd_kernel(
     HAS_WEIGHT_GRAD: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     pid = tl.program_id(0).to(tl.int64)
     heads = (tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS))[:, None]
@@ -113,22 +103,28 @@ def rope_bwd_kernel(
     is_rotated = heads < H + K
     mask = (heads < H + 2 * K) & in_head
     offsets = heads * (2 * HALF) + cols
+    if HAS_NORM:
+        w_left = select_weight(q_norm, k_norm, heads < H, cols, in_head)
+        w_right = select_weight(q_norm + HALF, k_norm + HALF, heads < H, cols, in_head)
     acc_left = tl.zeros([BLOCK_HEADS, BLOCK_HALF], tl.float32)
     acc_right = tl.zeros([BLOCK_HEADS, BLOCK_HALF], tl.float32)
-    for turn in range(pid, N, tl.num_programs(0)):
-        token = turn + tl.zeros([], tl.int64)
-        dq_t, dk_t, dv_t = dq + token * dq_token, dk + token * dk_token, dv + token * dv_token
-        left = load_heads(dq_t, dk_t, dv_t, heads, cols, in_head, dq_head, dk_head, dv_head, H, K)
-        right = load_heads(dq_t + HALF, dk_t + HALF, dv_t + HALF, heads, cols, in_head, dq_head, dk_head, dv_head, H, K)
+    for turn in tl.range(pid, N, tl.num_programs(0), num_stages=STAGES):
+        token = tl.cast(turn, tl.int64)
+        from_q = dq + token * dq_token + heads * dq_head
+        from_k = dk + token * dk_token + (heads - H) * dk_head
+        from_v = dv + token * dv_token + (heads - H - K) * dv_head
+        source = tl.where(heads < H, from_q, tl.where(is_rotated, from_k, from_v)) + cols
+        left = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+        right = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
         angle = tl.load(positions + token).to(tl.int64) * HALF + cols
         cos = tl.load(cos_table + angle, mask=in_head, other=0.0)
         sin = tl.load(sin_table + angle, mask=in_head, other=0.0)
         dleft = left * cos + right * sin
         dright = right * cos - left * sin
         if HAS_NORM:
-            source = qkv + token * qkv_stride + offsets
-            xhat_left = tl.load(source, mask=is_rotated & in_head, other=0.0).to(tl.float32)
-            xhat_right = tl.load(source + HALF, mask=is_rotated & in_head, other=0.0).to(tl.float32)
+            raw = qkv + token * qkv_stride + offsets
+            xhat_left = tl.load(raw, mask=is_rotated & in_head, other=0.0).to(tl.float32)
+            xhat_right = tl.load(raw + HALF, mask=is_rotated & in_head, other=0.0).to(tl.float32)
             square = xhat_left * xhat_left + xhat_right * xhat_right
             rstd = tl.rsqrt(tl.sum(square, axis=1) / (2 * HALF) + eps)[:, None]
             xhat_left *= rstd
@@ -136,8 +132,8 @@ def rope_bwd_kernel(
             if HAS_WEIGHT_GRAD:
                 acc_left += dleft * xhat_left
                 acc_right += dright * xhat_right
-            dleft *= select_weight(q_norm, k_norm, heads < H, cols, in_head)
-            dright *= select_weight(q_norm + HALF, k_norm + HALF, heads < H, cols, in_head)
+            dleft *= w_left
+            dright *= w_right
             mean = tl.sum(dleft * xhat_left + dright * xhat_right, axis=1)[:, None] / (2 * HALF)
             dleft = rstd * (dleft - xhat_left * mean)
             dright = rstd * (dright - xhat_right * mean)
@@ -224,7 +220,7 @@ def rope_bwd(
     head_blocks = cdiv(num_heads + 2 * num_kv_heads, block_heads)
     num_programs, partial = num_tokens, None
     if dq_norm_E is not None or dk_norm_E is not None:
-        num_programs = min(num_tokens, cdiv(8 * num_sms(dqkv_NC), head_blocks))
+        num_programs = min(num_tokens, cdiv(4 * num_sms(dqkv_NC), head_blocks))
         partial = torch.empty(2, num_programs * head_blocks, head_dim, dtype=torch.float32, device=dqkv_NC.device)
     rope_bwd_kernel[(num_programs, head_blocks)](
         dq_NHE,
@@ -255,6 +251,7 @@ def rope_bwd(
         HAS_WEIGHT_GRAD=partial is not None,
         BLOCK_HEADS=block_heads,
         BLOCK_HALF=block_half,
+        STAGES=1 if partial is None else 3,
         num_warps=warps,
     )
     if partial is not None:

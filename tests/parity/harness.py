@@ -1,0 +1,122 @@
+"""Parity as a contract: the same rows give the same loss, gradient norm and weights, however the work is split.
+
+One tiny tied Qwen3 (head size not width / heads), float32, 10 rows of unequal completion length, 5 updates. A `Split`
+says how the rows reach the trainer; `run` gives the trace that must not depend on it. Every feature that splits work
+adds a field here in the commit that adds the feature.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from fullstride import ModelConfig, Options, Trainer
+from fullstride.data.chat import Example
+from fullstride.data.loader import Loader
+
+SEQ_LEN = 32
+ROWS = 10
+UPDATES = 5
+# float32, sums of about 1e3 terms in another order: 1e-7 a product, some 1e-6 after 5 updates
+TOLERANCE = 1e-5
+
+CONFIG = ModelConfig(
+    architecture="qwen3",
+    vocab_size=61,
+    hidden_size=40,
+    intermediate_size=56,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    tie_word_embeddings=True,
+    initializer_range=0.15,
+)
+LORA = {"method": "lora", "lora_rank": 4, "lora_alpha": 8.0}
+# an optimizer that is close to SGD (a large eps hides nothing of a gradient), and AdamW as people use it
+OPTIMIZERS = {"sgd-like": {"lr": 5.0, "eps": 1.0}, "adamw": {"lr": 1e-3, "eps": 1e-8}}
+
+
+@dataclass(frozen=True)
+class Split:
+    """How the work is cut. The default is the reference: one process, one micro-step, a row each, nothing recomputed."""
+
+    accumulation: int = 1
+    packing: bool = False
+    recompute: tuple[str, ...] = ()
+    head_chunks: int = 1
+    resume_after: int = 0  # save, make a new trainer, load; 0: never
+
+
+@dataclass
+class Trace:
+    """What a run gives: per update, and at its end."""
+
+    loss: list[float] = field(default_factory=list)
+    loss_1k: list[float] = field(default_factory=list)
+    grad_norm: list[float] = field(default_factory=list)
+    tokens: list[float] = field(default_factory=list)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def examples() -> list[Example]:
+    """10 rows with prompts and completions of unequal length."""
+    generator = np.random.default_rng(7)
+    rows = []
+    for i in range(ROWS):
+        prompt, completion = generator.integers(1, 9), 1 + (i * 5) % 17
+        ids = generator.integers(0, CONFIG.vocab_size, prompt + completion).astype(np.int32)
+        rows.append(Example(ids, np.arange(len(ids)) >= prompt, "rows", i + 1))
+    return rows
+
+
+def make_trainer(split: Split, method: dict, batch_size: int) -> Trainer:
+    options = Options(
+        dtype="fp32", device="cpu", recompute=split.recompute, head_chunks=split.head_chunks, seed=3, **method
+    )
+    trainer = Trainer(CONFIG, options, batch_size=batch_size, seq_len=SEQ_LEN, grad_accum=split.accumulation)
+    trainer.init_weights(seed=1)
+    return trainer
+
+
+def run(split: Split, optimizer: str, method: dict, directory: Path) -> Trace:
+    """Five updates over all rows."""
+    packed = len(Loader(examples(), SEQ_LEN, 1, split.packing, 0, 0, shuffle=False).rows)
+    batch_size = -(-packed // split.accumulation)
+    loader = Loader(examples(), SEQ_LEN, batch_size, split.packing, 0, 0, shuffle=False)
+    trainer, trace = make_trainer(split, method, batch_size), Trace()
+    for step in range(1, UPDATES + 1):
+        for batch in loader.next_window(split.accumulation):
+            trainer.step(batch.inputs, batch.targets, batch.documents, z_loss=1e-3)
+        told = trainer.update(**OPTIMIZERS[optimizer], beta1=0.9, beta2=0.95, weight_decay=0.1, grad_clip=0.7)
+        for name in ("loss", "loss_1k", "grad_norm", "tokens"):
+            getattr(trace, name).append(told[name])
+        if step == split.resume_after:
+            trainer.save_checkpoint(directory, step, {"position": loader.position})
+            trainer.stop()
+            trainer = make_trainer(split, method, batch_size)
+            loader.seek(trainer.load_checkpoint(directory)["position"])
+    state = trainer.engine.state
+    trace.weights = {
+        f"{unit.name}.{spec.name}": state.values(unit)[spec.name].clone()
+        for unit in state.units
+        for spec in unit.tensors
+    }
+    trainer.stop()
+    return trace
+
+
+def check_equal(found: Trace, reference: Trace) -> None:
+    """Assert that two traces agree within TOLERANCE, and that there was something to compare."""
+    assert found.tokens == reference.tokens
+    for name in ("loss", "loss_1k", "grad_norm"):
+        a, b = getattr(found, name), getattr(reference, name)
+        assert len(a) == UPDATES
+        np.testing.assert_allclose(a, b, rtol=TOLERANCE, err_msg=name)
+    assert found.weights.keys() == reference.weights.keys()
+    for name, weight in reference.weights.items():
+        difference = (found.weights[name] - weight).norm() / weight.norm()
+        assert difference < TOLERANCE, f"{name}: {difference}"
