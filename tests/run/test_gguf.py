@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.conftest import shared
 
-from conftest import shared
 from fullstride.errors import ConfigError
 from fullstride.model import hf
 from fullstride.model.spec import ModelConfig, parameter_table
@@ -269,6 +269,8 @@ def test_quantised_tensors_become_what_their_blocks_stand_for(
         ("llama", {"attention.sliding_window": 128}, {}, "sliding-window"),
         ("llama", {"attention.head_count_kv": [2, 4]}, {}, "head_count_kv differs between layers"),
         ("llama", {"attention.head_count": None}, {}, r"lack llama\.attention\.head_count"),
+        ("llama", {"attention.head_count": 0}, {}, r"head_count must be a positive integer, got 0"),
+        ("llama", {"block_count": 4_000_000_000}, {}, r"block_count is 4000000000, but there are 21 tensors"),
         ("llama", {"split.count": 3}, {}, "one of 3 files"),
         ("llama", {}, {"token_embd.weight": None}, r"token_embd\.weight is missing"),
         ("llama", {}, {"blk.1.ffn_up.weight": None}, r"missing: model\.layers\.1\.mlp\.up_proj\.weight"),

@@ -133,8 +133,17 @@ def _config(file: Path, meta: dict[str, Any], tensors: dict[str, ReaderTensor]) 
             return found[0]
         return found
 
-    width, heads, context = value("embedding_length"), value("attention.head_count"), value("context_length")
-    head_dim = value("attention.key_length", width // heads)
+    def size(key: str, default: int | None = None) -> int:
+        found = value(key, default)
+        if not isinstance(found, int) or found < 1:
+            raise ConfigError(f"{file}: {architecture}.{key} must be a positive integer, got {found!r}")
+        return found
+
+    width, heads, context = size("embedding_length"), size("attention.head_count"), size("context_length")
+    head_dim = size("attention.key_length", width // heads)
+    layers = size("block_count")
+    if layers > len(tensors):
+        raise ConfigError(f"{file}: {architecture}.block_count is {layers}, but there are {len(tensors)} tensors")
     # what must be this, and no other value, for our block to compute the same
     needed = {"attention.value_length": head_dim, "rope.dimension_count": head_dim, "expert_count": 0}
     for key, need in needed.items():
@@ -149,10 +158,10 @@ def _config(file: Path, meta: dict[str, Any], tensors: dict[str, ReaderTensor]) 
         architecture=architecture,
         vocab_size=int(tensors[hf.EMBEDDING].shape[-1]),
         hidden_size=width,
-        intermediate_size=value("feed_forward_length"),
-        num_hidden_layers=value("block_count"),
+        intermediate_size=size("feed_forward_length"),
+        num_hidden_layers=layers,
         num_attention_heads=heads,
-        num_key_value_heads=value("attention.head_count_kv", heads),
+        num_key_value_heads=size("attention.head_count_kv", heads),
         head_dim=head_dim,
         # stored as float32: the decimal that it stands for, 1e-5 and not 9.99999974e-6
         rms_norm_eps=float(f"{value('attention.layer_norm_rms_epsilon'):.6g}"),
