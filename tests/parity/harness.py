@@ -48,6 +48,7 @@ class Split:
     packing: bool = False
     recompute: tuple[str, ...] = ()
     head_chunks: int = 1
+    device: str = "cpu"
     resume_after: int = 0  # save, make a new trainer, load; 0: never
 
 
@@ -75,11 +76,22 @@ def examples() -> list[Example]:
 
 def make_trainer(split: Split, method: dict, batch_size: int) -> Trainer:
     options = Options(
-        dtype="fp32", device="cpu", recompute=split.recompute, head_chunks=split.head_chunks, seed=3, **method
+        dtype="fp32", device=split.device, recompute=split.recompute, head_chunks=split.head_chunks, seed=3, **method
     )
     trainer = Trainer(CONFIG, options, batch_size=batch_size, seq_len=SEQ_LEN, grad_accum=split.accumulation)
     trainer.init_weights(seed=1)
+    _same_start_everywhere(trainer)
     return trainer
+
+
+def _same_start_everywhere(trainer: Trainer) -> None:
+    """Random starts come from the device's own generator: copy a CPU's, so that devices can be compared."""
+    state = trainer.engine.state
+    for i, unit in enumerate(state.units):
+        for j, spec in enumerate(unit.tensors):
+            if spec.decay and ".b." not in spec.name:  # the adapters' B stays zero
+                values = torch.randn(spec.shape, generator=torch.Generator().manual_seed(100 * i + j))
+                state.tensor(unit, spec).copy_(0.15 * values)
 
 
 def run(split: Split, optimizer: str, method: dict, directory: Path) -> Trace:
@@ -101,7 +113,7 @@ def run(split: Split, optimizer: str, method: dict, directory: Path) -> Trace:
             loader.seek(trainer.load_checkpoint(directory)["position"])
     state = trainer.engine.state
     trace.weights = {
-        f"{unit.name}.{spec.name}": state.values(unit)[spec.name].clone()
+        f"{unit.name}.{spec.name}": state.values(unit)[spec.name].cpu().clone()
         for unit in state.units
         for spec in unit.tensors
     }

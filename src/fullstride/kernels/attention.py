@@ -1,18 +1,18 @@
 """Causal attention within documents: see ops/attention. Not Triton: torch's explicit forward and backward operations.
 
-| tensors | operation | what is saved besides `out` |
-|---|---|---|
-| bf16, fp16; one document a row, heads up to 128 wide | `_scaled_dot_product_cudnn_attention` (cuDNN) on [rows, heads, T, E] views | logsumexp [rows, H, T, 1] |
-| bf16, fp16; packed, or deterministic, or wider heads | `_flash_attention_forward` (FlashAttention-2), variable length | logsumexp [H, N] |
-| float32 | `_efficient_attention_forward` (memory-efficient, CUTLASS), variable length | logsumexp [documents, H, T rounded up to 32] |
+bf16 and fp16, one document a row, heads up to 128 wide: `_scaled_dot_product_cudnn_attention` (cuDNN) on views
+[rows, heads, T, E]; it saves logsumexp [rows, H, T], float32.
+bf16 and fp16, packed, or deterministic, or wider heads: `_flash_attention_forward` (FlashAttention-2, variable length);
+it saves logsumexp [H, N], float32.
+float32: `_efficient_attention_forward` (memory-efficient, of CUTLASS, variable length); it saves logsumexp
+[documents, H, T rounded up to 32], float32.
 
-All take strided rows and heads, scale by 1/sqrt(E) themselves and keep logsumexp in float32. cuDNN and FlashAttention
-take fewer key/value heads as they are; the float32 operation gets them repeated, and their gradients are summed here.
-The variable-length ones read the boundaries on the device, so a captured graph sees new ones; empty documents cost a
-few idle blocks, and the FlashAttention backward 128 * H * E float32 of scratch for each. cuDNN's backward adds with
-atomics. FlashAttention's is deterministic under torch's deterministic flag, set around that one call; the float32
-operation's when keys are not split among blocks. Multiply-adds: 2 E per query, key and head forward, 5 E backward
-(half of all query-key pairs are masked).
+All take strided rows and heads and scale by 1/sqrt(E) themselves. cuDNN and FlashAttention take fewer key/value heads
+as they are; the float32 operation gets them repeated, and their gradients are summed here. The variable-length ones
+read the boundaries on the device, so a captured graph sees new ones; an empty document costs idle blocks, and in
+FlashAttention's backward 128 * H * E float32 of scratch. cuDNN's backward adds with atomics; FlashAttention's is
+deterministic under torch's flag, which is set around that one call; the float32 one is when keys are not split among
+blocks. Multiply-adds: 2 E for each query, key and head forward, 5 E backward; half of the pairs are masked.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def _check(q_NHE: torch.Tensor) -> None:
     head_dim = q_NHE.shape[2]
     if head_dim % 8 or head_dim > 256:
         raise ConfigError(
-            f"attention on a GPU needs head_dim to be a multiple of 8, at most 256; this model has head_dim={head_dim}. "
-            "Train it on the CPU, or change the model."
+            "attention on a GPU needs head_dim to be a multiple of 8, at most 256; this model has "
+            f"head_dim={head_dim}. Train it on the CPU, or change the model."
         )
     if q_NHE.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise ConfigError(

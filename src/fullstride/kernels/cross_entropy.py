@@ -50,16 +50,18 @@ def cross_entropy_kernel(
             total = total * tl.exp(top - new_top) + tl.sum(tl.exp(x - new_top[:, None]), axis=1)
             top = new_top
         row_top = tl.max(top, axis=0)
-        lse = row_top + tl.log(tl.sum(total * tl.exp(top - row_top), axis=0))
-        tl.store(loss + row, lse - target_logit)
+        # maximum and logarithm stay apart: in their float32 sum, logits of 1e4 would leave three digits of the loss
+        log_total = tl.log(tl.sum(total * tl.exp(top - row_top), axis=0))
+        lse = row_top + log_total
+        tl.store(loss + row, log_total - (target_logit - row_top))
         tl.store(lse_out + row, lse)
         if BACKWARD:
             scale = 1 + 2 * tl.load(z_loss).to(tl.float32) * lse
             for turn in range(0, num_blocks):
                 # from the end: what was read last is the likeliest to be in the L2 cache still
                 at = (num_blocks - 1 - turn) * (LANES * LANE) + cols
-                x = tl.load(logits + at, mask=at < V, other=0.0, eviction_policy="evict_first").to(tl.float32)
-                d = tl.exp(x - lse) * scale - tl.where(at == target, 1.0, 0.0)
+                x = tl.load(logits + at, mask=at < V, other=float("-inf"), eviction_policy="evict_first").to(tl.float32)
+                d = tl.exp(x - row_top - log_total) * scale - tl.where(at == target, 1.0, 0.0)
                 tl.store(logits + at, d, mask=at < V, cache_modifier=".cs")
 
 

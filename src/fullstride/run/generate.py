@@ -73,20 +73,22 @@ def _read_prompt(file: Path) -> str:
 def prompt_ids(tokenizer: Any, prompt: str, system: str = "", raw: bool = False) -> list[int]:
     """Token ids of a user's turn in the chat template, up to where the assistant's answer begins; raw: of the text.
 
-    Raises ConfigError for a tokenizer without chat template.
+    Raises ConfigError for a prompt without tokens, and as `chat_ids`.
     """
-    if raw:
-        ids = tokenizer(prompt)["input_ids"]
-    else:
-        if not tokenizer.chat_template:
-            raise ConfigError("the tokenizer has no chat template; set raw to continue the prompt as it is")
-        messages = [{"role": "system", "content": system}] if system else []
-        messages.append({"role": "user", "content": prompt})
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    messages = [{"role": "system", "content": system}] if system else []
+    messages.append({"role": "user", "content": prompt})
+    ids = list(tokenizer(prompt)["input_ids"]) if raw else chat_ids(tokenizer, messages)
     if not ids:
         raise ConfigError("the prompt has no tokens; give some text")
-    return list(ids)
+    return ids
+
+
+def chat_ids(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
+    """Token ids of messages, up to where the assistant's answer begins. ConfigError without a chat template."""
+    if not tokenizer.chat_template:
+        raise ConfigError("the tokenizer has no chat template; set raw to continue the prompt as it is")
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def stop_ids(directory: Path, tokenizer: Any) -> set[int]:

@@ -56,7 +56,7 @@ class Job:
     def describe(self) -> list[str]:
         """The data and the number of updates in a few lines."""
         c, loader = self.config, self.loader
-        passes = f"{c.steps} updates" if c.steps else f"{c.epochs} epochs of {self.updates_per_epoch} updates"
+        passes = f"{self.num_steps / self.updates_per_epoch:.3g} epochs of {self.updates_per_epoch:,}"
         supervised = sum(int(e.supervised.sum()) for e in self.examples)
         lines = [
             *(f"data: {line}" for line in self.report.summary()),
@@ -67,7 +67,9 @@ class Job:
             held_out = self.eval_loader
             lines.append(f"evaluation: {held_out.num_tokens:,} tokens in {held_out.rows_per_epoch:,} rows")
         per_update = c.batch_size * c.grad_accum
-        return [*lines, f"updates: {self.num_steps:,} ({passes}), {per_update} rows each, an epoch's last may have fewer"]
+        short = loader.rows_per_epoch % per_update
+        last = f", {short} in the last of an epoch" if short else ""
+        return [*lines, f"updates: {self.num_steps:,} ({passes}), {per_update} rows each{last}"]
 
 
 def prepare(config: FinetuneConfig) -> Job:

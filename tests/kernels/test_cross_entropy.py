@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fullstride.ops.cross_entropy import IGNORED, cross_entropy_ref
+from tests.kernels.place import Place, assert_close, assert_same_bits, assert_spare_untouched, high
+
+# exp(x - lse): the float32 product of the exponent and log2(e) is off by |x - lse| * 1e-7, and x - lse reaches -30 here
+INSIDE = 5e-6
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 1e-2])
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("vocab_size", [2, 257, 1009, 33331])
+def test_loss_and_gradient(place: Place, vocab_size: int, backward: bool, z_loss: float) -> None:
+    """A vocabulary below a program's least, primes, and one of three turns; the first, the last and an ignored row."""
+    from fullstride.kernels.cross_entropy import cross_entropy
+
+    logits = place.spaced(place.randn(5, vocab_size, scale=4))
+    targets = torch.tensor([0, vocab_size - 1, IGNORED, vocab_size // 2, 1], dtype=torch.int32)
+    logits[2] = float("nan")  # what stands in an ignored row must not matter
+    logits[4, 0] = float("-inf")
+    before = logits.clone()
+    loss, lse = (place.poisoned(5, dtype=torch.float32) for _ in range(2))
+    z = torch.tensor([z_loss])
+    cross_entropy(logits, place.put(targets), place.put(z), loss, lse, backward)
+
+    loss_ref, lse_ref, dlogits_ref = cross_entropy_ref(high(before), targets, z)
+    assert_close(loss, loss_ref, inside=INSIDE)
+    assert_close(lse, lse_ref)
+    if backward:
+        assert_close(logits, dlogits_ref, inside=INSIDE)
+    else:
+        assert_same_bits(logits, before)
+    assert_spare_untouched(logits)
+
+
+def test_far_from_zero(place: Place) -> None:
+    """Logits about 1e4 whose exponentials overflow."""
+    from fullstride.kernels.cross_entropy import cross_entropy
+
+    logits = place.randn(2, 300, scale=2, dtype=torch.float32) + torch.tensor([[1e4], [-1e4]], device=place.device)
+    logits = logits.to(place.dtype)
+    targets, z = torch.tensor([3, 299], dtype=torch.int32), torch.zeros(1)
+    loss_ref, lse_ref, dlogits_ref = cross_entropy_ref(high(logits), targets, z)
+    loss, lse = (place.poisoned(2, dtype=torch.float32) for _ in range(2))
+    cross_entropy(logits, place.put(targets), place.put(z), loss, lse, True)
+    assert_close(lse, lse_ref)
+    assert_close(loss, loss_ref, inside=INSIDE)
+    assert_close(logits, dlogits_ref, inside=INSIDE)
+
+
+@pytest.mark.gpu
+def test_offsets_beyond_32_bits(gpu: torch.device) -> None:
+    """A training size of 2.5e9 logits: the last row lies where an int32 offset would have wrapped."""
+    from fullstride.kernels.cross_entropy import cross_entropy
+
+    place = Place(gpu, torch.bfloat16)
+    num_rows, vocab_size = 16384, 151936
+    logits = torch.zeros(num_rows, vocab_size, dtype=torch.bfloat16, device=gpu)
+    logits[-1] = place.randn(vocab_size)
+    targets = torch.full((num_rows,), 7, dtype=torch.int32)
+    z = torch.zeros(1)
+    loss_ref, lse_ref, dlogits_ref = cross_entropy_ref(high(logits[-1:]), targets[-1:], z)
+    loss, lse = (place.poisoned(num_rows, dtype=torch.float32) for _ in range(2))
+    cross_entropy(logits, targets.to(gpu), z.to(gpu), loss, lse, True)
+    assert_close(loss[-1:], loss_ref, inside=INSIDE)
+    assert_close(lse[-1:], lse_ref)
+    assert_close(logits[-1:], dlogits_ref, inside=INSIDE)
+    torch.testing.assert_close(loss[0].item(), float(torch.tensor(vocab_size).log()), rtol=1e-6, atol=0)

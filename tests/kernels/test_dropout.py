@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fullstride.ops.dropout import dropout_ref, keep_threshold
+from fullstride.ops.rounding import DROPOUT, stream
+from tests.kernels.place import Place, assert_close, high
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("p", [0.0, 0.1, 0.75])
+@pytest.mark.parametrize(("num_rows", "width"), [(1, 3), (37, 131)])
+def test_dropout(place: Place, num_rows: int, width: int, p: float, accumulate: bool) -> None:
+    from fullstride.kernels.dropout import dropout
+
+    x, rng, number = place.randn(num_rows, width), torch.tensor([11, 2, 1]), stream(DROPOUT, 9)
+    out = place.randn(num_rows, width) if accumulate else place.poisoned(num_rows, width)
+    expected = dropout_ref(high(x), p, rng, number)
+    kept = expected != 0
+    if accumulate:
+        expected = expected + high(out)
+    dropout(x, p, keep_threshold(p), place.put(rng), number, out, accumulate)
+    assert_close(out, expected)
+    if not accumulate:
+        assert torch.equal(out.cpu() != 0, kept)  # the same elements

@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fullstride.ops.embedding import embedding_bwd_ref
+from tests.kernels.place import Place, assert_close, assert_same_bits, high
+
+
+@pytest.mark.parametrize("width", [7, 131])
+@pytest.mark.parametrize("ids", ["all different", "all equal", "mixed"])
+def test_backward(place: Place, ids: str, width: int) -> None:
+    """Equal ids of which there are more than a program sums abreast; rows that do not occur keep their bits."""
+    from fullstride.kernels.embedding import embedding_bwd
+
+    num_tokens, num_rows = 53, 60
+    token_ids = {
+        "all different": torch.randperm(num_rows)[:num_tokens].int(),
+        "all equal": torch.full((num_tokens,), 17, dtype=torch.int32),
+        "mixed": torch.cat([torch.full((37,), 3), torch.tensor([0, 59, 0]), torch.arange(13)]).int(),
+    }[ids]
+    dout, dtable = place.spaced(place.randn(num_tokens, width)), place.randn(num_rows, width)
+    before = dtable.clone()
+    embedding_bwd(dout, place.put(token_ids), dtable)
+    assert_close(dtable, high(before) + embedding_bwd_ref(high(dout), token_ids, num_rows))
+    absent = torch.tensor(sorted(set(range(num_rows)) - set(token_ids.tolist())))
+    assert_same_bits(dtable[place.put(absent)], before[place.put(absent)])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_backward_repeats_bitwise(gpu: torch.device, dtype: torch.dtype) -> None:
+    from fullstride.kernels.embedding import embedding_bwd
+
+    place = Place(gpu, dtype)
+    # ids as skewed as words are: a few very common, most rare
+    ids = (torch.rand(16384, generator=place.generator) ** 4 * 5000).int().to(gpu)
+    dout = place.randn(16384, 896)
+    results = []
+    for _ in range(20):
+        dtable = torch.zeros(5000, 896, dtype=dtype, device=gpu)
+        embedding_bwd(dout, ids, dtable)
+        results.append(dtable)
+    for dtable in results[1:]:
+        assert_same_bits(dtable, results[0])
+    # the longest run has about 2,000 terms, summed sixteen abreast: 128 roundings one after the other
+    assert_close(results[0], embedding_bwd_ref(high(dout), ids.cpu(), 5000), inside=1e-5)

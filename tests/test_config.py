@@ -1,0 +1,244 @@
+"""Keys: types, values, contradictions, what does not work yet, TOML and flags."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from fullstride.config import FinetuneConfig, Options, build, dump_toml, help_text, parse
+from fullstride.errors import ConfigError, UsageError
+
+RUN = {"model": "m", "data": "d.jsonl"}
+
+
+def finetune(**keys: object) -> FinetuneConfig:
+    return build(FinetuneConfig, RUN | keys)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"lora_dropout": 1.0}, r"lora-dropout must be below 1, got 1\.0"),
+        ({"lora_dropout": -0.1}, r"lora-dropout must be at least 0"),
+        ({"lora_rank": 0}, r"lora-rank must be at least 1, got 0"),
+        ({"lora_alpha": 0}, r"lora-alpha must be positive"),
+        ({"lora_targets": "q_prj"}, r"lora-targets .*'q_prj' \(nearest: q_proj\)"),
+        ({"lora_targets": ""}, r"lora-targets must name at least one"),
+        ({"recompute": "ffn,ffn"}, r"recompute names one thing twice"),
+        ({"recompute": "attn"}, r"'attn' \(nearest: att\)"),
+        ({"method": "lore"}, r"method must be one of full, lora; got 'lore' \(nearest: lora\)"),
+        ({"method": "full", "lora_rank": 8}, r"lora-rank contradicts method = full"),
+        ({"method": "full", "rslora": True}, r"rslora contradicts method = full"),
+        ({"method": "full", "adapter": "a"}, r"adapter contradicts method = full"),
+        ({"steps": 3, "epochs": 3}, r"steps = 3 and epochs = 3 contradict"),
+        ({"warmup": 2.5}, r"warmup must be a whole number of updates, or a fraction"),
+        ({"final_lr_fraction": 2}, r"final-lr-fraction must be at most 1"),
+        ({"resume": "sometimes"}, r"resume must be auto, never or a step"),
+        ({"resume": 0}, r"resume must be auto, never or a step"),
+        ({"seq_len": 1}, r"seq-len must be at least 2"),
+        ({"seq_len": 1.5}, r"seq-len must be a whole number, got 1\.5"),
+        ({"seq_len": True}, r"seq-len must be a whole number, got True"),
+        ({"lr": "fast"}, r"lr must be a finite number, got 'fast'"),
+        ({"lr": float("nan")}, r"lr must be a finite number, got nan"),
+        ({"packing": "maybe"}, r"packing must be true or false"),
+        ({"model": 3}, r"model must be text, got 3"),
+        ({"dtype": "fp32", "master_dtype": "bf16"}, r"master-dtype = bf16 is coarser"),
+        ({"export_dtype": "bf16"}, r"export-dtype concerns method = full"),
+        ({"weight_deca": 1}, r"unknown key 'weight_deca'; the nearest is 'weight-decay'"),
+        ({"batchsize": 1}, r"unknown key 'batchsize'; the nearest is 'batch-size'"),
+    ],
+)
+def test_refuses_by_name(keys: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        finetune(**keys)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("gpus", 2),
+        ("gpus", 0),
+        ("dp", 2),
+        ("tp", 2),
+        ("pp", 2),
+        ("pp_schedule", "zb-h1"),
+        ("microbatches", 2),
+        ("matmul", "fp8"),
+        ("offload", ("m", "v")),
+        ("grad_reduce", "all-to-all"),
+        ("gather_by", "copy"),
+        ("send_by", "copy"),
+        ("keep_best", True),
+        ("profile", 2),
+        ("zero", 0),
+        ("zero", 3),
+    ],
+)
+def test_what_does_not_work_yet_is_refused_never_ignored(key: str, value: object) -> None:
+    with pytest.raises(UsageError, match=rf"{key.replace('_', '-')} = .* does not work yet; what works now is"):
+        finetune(**{key: value})
+
+
+def test_log_sinks_are_refused() -> None:
+    with pytest.raises(UsageError, match="log = wandb does not work yet; what works now is to leave log out"):
+        finetune(log="wandb")
+
+
+def test_gradients_and_products_have_the_weights_dtype_for_now() -> None:
+    for key in ("grad_dtype", "matmul"):
+        with pytest.raises(UsageError, match=f"{key.replace('_', '-')} = fp32 beside dtype = bf16 does not work yet"):
+            Options(**{"dtype": "bf16", key: "fp32"})
+        with pytest.raises(UsageError, match="does not work yet"):  # dtype is automatic, which is fp32 on a CPU
+            Options(**{"device": "cpu", key: "bf16"}).resolved()
+
+
+def test_resolved_says_what_automatic_meant() -> None:
+    lora = Options(method="lora", dtype="bf16", device="cpu").resolved()
+    assert (lora.master_dtype, lora.m_dtype, lora.v_dtype, lora.grad_dtype) == ("fp32", "fp32", "fp32", "bf16")
+    full = Options(dtype="bf16", device="cpu").resolved()
+    assert (full.master_dtype, full.matmul, full.dp) == ("bf16", "bf16", 1)
+    assert Options(device="cpu").resolved().dtype == "fp32"
+    assert Options(dtype="fp32", m_dtype="bf16", device="cpu").resolved().m_dtype == "bf16"
+    assert finetune(device="cpu").resolved().lr == 2e-4
+    assert finetune(device="cpu", method="full").resolved().lr == 1e-5
+    assert finetune(device="cpu", lr=1e-3).resolved().lr == 1e-3
+
+
+def test_missing_gpu_is_an_error_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="no NVIDIA GPU here; set device = cpu"):
+        Options(device="cuda").resolved()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
+    with pytest.raises(ConfigError, match=r"Tesla T4 has compute capability 7\.5"):
+        Options(device="cuda").resolved()
+
+
+def test_options_are_those_of_the_run() -> None:
+    options = finetune(lora_rank=4, recompute=("ffn",), seed=7).options()
+    assert type(options) is Options
+    assert (options.method, options.lora_rank, options.recompute, options.seed) == ("lora", 4, ("ffn",), 7)
+
+
+def test_two_ways_to_write_a_list_are_one_configuration() -> None:
+    assert finetune(lora_targets="v_proj,q_proj") == finetune(lora_targets=["q_proj", "v_proj"])
+
+
+def test_epochs_default_to_three_unless_steps_are_given() -> None:
+    assert (finetune().epochs, finetune().steps) == (3, 0)
+    assert (finetune(steps=5).epochs, finetune(steps=5).steps) == (0, 5)
+
+
+def test_missing_keys_are_named() -> None:
+    with pytest.raises(UsageError, match="data is missing; give --data"):
+        build(FinetuneConfig, {"model": "m"})
+
+
+def test_flags_win_over_the_file_and_tables_are_for_reading(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(
+        'model = "m"\n[rows]\ndata = "d.jsonl"\nseq-len = 64\n[rows.more]\nbatch_size = 2\n'
+        '[lora]\nlora-targets = ["q_proj", "v_proj"]\nresume = 7\n',
+        encoding="utf-8",
+    )
+    config = parse(FinetuneConfig, [str(file), "--seq_len", "32", "--lr=0.5", "--no-packing"])
+    assert (config.model, config.data, config.seq_len, config.batch_size) == ("m", "d.jsonl", 32, 2)
+    assert (config.lora_targets, config.lr, config.packing, config.resume) == (("q_proj", "v_proj"), 0.5, False, 7)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--packing", "off"], False),
+        (["--packing", "true"], True),
+        (["--packing=no"], False),
+        (["--no-packing"], False),
+        (["--packing"], True),
+        (["--packing", "--lr", "1"], True),
+    ],
+)
+def test_ways_to_write_a_switch(flags: list[str], expected: bool) -> None:
+    assert parse(FinetuneConfig, ["--model", "m", "--data", "d", *flags]).packing is expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--lr", "fast"], "lr must be a finite number, got 'fast'"),
+        (["--lr", "inf"], "lr must be a finite number"),
+        (["--seq-len", "1e3"], "seq-len must be a whole number, got '1e3'"),
+        (["--seq-len"], "--seq-len needs a value"),
+        (["--seq-len", "--lr", "1"], "--seq-len needs a value"),
+        (["--seq-len", "8", "--seq-len", "9"], "seq-len is given twice"),
+        (["--packing=maybe"], "packing must be true or false, got 'maybe'"),
+        (["--no-lr"], "unknown key 'no-lr'"),
+        (["extra"], "unexpected 'extra'"),
+        (["--epochs", "1", "--steps", "1"], "contradict"),
+    ],
+)
+def test_wrong_flags(flags: list[str], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        parse(FinetuneConfig, ["--model", "m", "--data", "d", *flags])
+
+
+def test_a_flag_replaces_the_files_other_way_to_say_how_long(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(dump_toml(finetune(epochs=2)), encoding="utf-8")
+    config = parse(FinetuneConfig, [str(file), "--steps", "9"])
+    assert (config.steps, config.epochs) == (9, 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "message"),
+    [
+        ("model = ", ConfigError, "not valid TOML"),
+        ("modle = 'm'\n", UsageError, "unknown key 'modle'; the nearest is 'model'"),
+        ("seq-len = '12'\n", UsageError, "seq-len must be a whole number, got '12'"),
+        ("[a]\nlr = 1\n[b]\nlr = 2\n", UsageError, "lr is given twice"),
+    ],
+)
+def test_wrong_files(tmp_path: Path, text: str, error: type[Exception], message: str) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(error, match=message):
+        parse(FinetuneConfig, [str(file)])
+
+
+def test_a_missing_file_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.toml: no such file"):
+        parse(FinetuneConfig, ["nowhere.toml"])
+
+
+def test_toml_round_trip_keeps_every_key(tmp_path: Path) -> None:
+    nasty = 'a "quoted" \\ name\twith\n\x7f \u2028 é'
+    config = finetune(model=nasty, lr=1e-5, eps=1e-12, lora_targets=("v_proj",), packing=False, resume=12, steps=4)
+    file = tmp_path / "run.toml"
+    file.write_text(dump_toml(config), encoding="utf-8")
+    assert parse(FinetuneConfig, [str(file)]) == config
+    written = [line.split(" = ")[0] for line in file.read_text(encoding="utf-8").split("\n")[:-1]]
+    assert written[:2] == ["model", "data"]
+    assert sorted(written) == sorted(f.name.replace("_", "-") for f in dataclasses.fields(FinetuneConfig))
+
+
+def test_help_names_every_key_with_its_default() -> None:
+    text = help_text(FinetuneConfig, "finetune", "summary")
+    for f in dataclasses.fields(FinetuneConfig):
+        assert f"--{f.name.replace('_', '-')} " in text
+    assert "tokens per row (default 1024)" in text
+    assert "(required)" in text
+
+
+def test_positional_keys() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Copy:
+        source: str = dataclasses.field(default="", metadata={})
+        target: str = dataclasses.field(default="", metadata={})
+
+    assert parse(Copy, ["a", "b"], ("source", "target")) == Copy("a", "b")
+    with pytest.raises(UsageError, match="unexpected 'c'"):
+        parse(Copy, ["a", "b", "c"], ("source", "target"))
