@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,17 +23,21 @@ def whole_directory(directory: Path, overwrite: bool = False) -> Iterator[Path]:
     if directory.is_dir() and any(directory.iterdir()) and not overwrite:
         raise ConfigError(f"{directory} is not empty; choose another directory or remove it first")
     new, old = (directory.with_name(f".{directory.name}.{state}") for state in ("partial", "replaced"))
-    shutil.rmtree(new, ignore_errors=True)  # left by a run that was killed
+    if new.exists():  # left by a process that was killed
+        shutil.rmtree(new)
     new.mkdir(parents=True)
     try:
         yield new
-        shutil.rmtree(old, ignore_errors=True)
         if directory.exists():
-            os.replace(directory, old)
-        os.replace(new, directory)
-    finally:
+            if old.exists():
+                shutil.rmtree(old)
+            directory.rename(old)
+        new.rename(directory)
+    except BaseException:
         shutil.rmtree(new, ignore_errors=True)
-    shutil.rmtree(old, ignore_errors=True)
+        raise
+    if old.exists():
+        shutil.rmtree(old)
 
 
 def write_json(file: Path, value: Any) -> None:

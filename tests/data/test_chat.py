@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.conftest import shared
 
-from conftest import shared
 from fullstride.data.chat import Example, check_ids, encode, encode_rows, show
 from fullstride.data.report import Report
 from fullstride.data.rows import Row, read_rows

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.conftest import shared
 
-from conftest import shared
 from fullstride.data.report import Report
 from fullstride.data.rows import MEETING_SYSTEM_PROMPT, Row, read_rows
 from fullstride.errors import ConfigError

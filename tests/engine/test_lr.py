@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from fullstride.engine.lr import SCHEDULES, learning_rate
@@ -13,7 +15,7 @@ def test_warmup_then_the_shape_ends_where_it_should(schedule: str) -> None:
     rates = [learning_rate(schedule, step, 100, 1.0, warmup=10, final_fraction=0.1) for step in range(1, 101)]
     assert rates[:10] == pytest.approx([0.1 * k for k in range(1, 11)])
     assert rates[-1] == pytest.approx(1.0 if schedule == "constant" else 0.1)
-    assert all(a >= b for a, b in zip(rates[9:], rates[10:], strict=False))
+    assert all(a >= b for a, b in itertools.pairwise(rates[9:]))
 
 
 def test_values_in_between() -> None:

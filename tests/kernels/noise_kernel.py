@@ -1,4 +1,4 @@
-"""A kernel that shows the noise of `fullstride.kernels.rounding`; imported by the test, after the interpreter is set."""
+"""A kernel that shows the noise of kernels/rounding; imported inside the test, when the interpreter is set."""
 
 from __future__ import annotations
 

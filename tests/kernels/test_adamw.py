@@ -23,7 +23,7 @@ def make_buffers(place: Place, n: int, master: torch.dtype | None, moments: torc
 
 
 def check_stored(stored: torch.Tensor, expected: torch.Tensor, stream: int) -> None:
-    """float32: rounding. bf16: the reference's bits, drawn with the same noise, but for a tiny share that is off by one.
+    """float32: rounding. bf16: the bits of the reference, with the same noise, but for a tiny share one step off.
 
     The kernel's float32 value differs from the reference's in its last bits (fused multiply-adds): 2 ** -16 of a bf16
     step each, so the carry differs once in about 2 ** 16 / 8 elements. 1e-3 allows eight times that.

@@ -122,7 +122,7 @@ def test_deterministic_repeats_bitwise(gpu: torch.device, packed: bool, dtype: t
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 256])
 def test_shapes(head_dim: int, packed: bool, deterministic: bool, dtype: torch.dtype) -> None:
-    """Without data or a GPU: torch checks the arguments of every operation, and what comes out has the faces' shapes."""
+    """Without data or a GPU: torch checks the arguments of every operation; what comes out has the faces' shapes."""
     place = Place(torch.device("meta"), dtype)
     q, k, v = make_qkv(place, 6, 2, head_dim)
     documents = make_documents(packed, deterministic, "meta")

@@ -10,7 +10,6 @@ A folder is written beside, then renamed; `latest` is replaced last. So whatever
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,7 @@ def _identity(engine: Engine) -> dict[str, Any]:
 
 
 def save_checkpoint(engine: Engine, directory: str | Path, step: int, extra: dict[str, Any]) -> Path:
-    """Write the state after update `step` below `directory`; returns the folder. An old one of that step is replaced."""
+    """Write the state after update `step` below `directory`, replacing an old one of that step; returns the folder."""
     directory = Path(directory)
     folder = directory / f"step_{step:08d}"
     with whole_directory(folder, overwrite=True) as new:
@@ -51,7 +50,7 @@ def save_checkpoint(engine: Engine, directory: str | Path, step: int, extra: dic
         write_json(new / "state.json", record)
     pointer = directory / f".{LATEST}.partial"
     pointer.write_text(folder.name + "\n", encoding="utf-8")
-    os.replace(pointer, directory / LATEST)
+    pointer.replace(directory / LATEST)
     return folder
 
 

@@ -41,8 +41,8 @@ class Optimizer:
     ) -> None:
         """One update from gradients of the loss sum over `tokens` supervised tokens.
 
-        The gradient is divided by `tokens` and, when its global norm exceeds `grad_clip` (0: never), scaled to that norm
-        (Pascanu et al. 2013, arXiv 1211.5063): both in one factor, which AdamW applies as it reads.
+        The gradient is divided by `tokens` and, when its global norm exceeds `grad_clip` (0: never), scaled to that
+        norm (Pascanu et al. 2013, arXiv 1211.5063): both in one factor, which AdamW applies as it reads.
         """
         for i, unit in enumerate(self._units):
             sum_of_squares(unit.grad, self._squares[i : i + 1])

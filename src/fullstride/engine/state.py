@@ -15,7 +15,7 @@ from fullstride.parallel.weights import ReplicatedWeights
 
 @dataclass(frozen=True)
 class Precision:
-    """dtypes of parameters, their masters (None: no separate copy) and the two moments. Gradients have the parameters'."""
+    """dtypes of parameters (and gradients), their masters (None: no separate copy), and the two moments."""
 
     param: torch.dtype
     master: torch.dtype | None

@@ -74,9 +74,7 @@ class Engine:
         rows = saved_table(config, self._adapter_ranks())
         self.saved_table = tuple(SavedTensor(n, c, frozenset(flags), wide) for n, c, flags, wide in rows)
         num_saved = config.num_hidden_layers if settings.trains else 0
-        self.saved = allocate_saved(
-            self.saved_table, num_saved, num_tokens, settings.recompute, self.arena, dtype
-        )
+        self.saved = allocate_saved(self.saved_table, num_saved, num_tokens, settings.recompute, self.arena, dtype)
         self.rope = make_rope(config, settings.seq_len, self.arena, stats)
         self._rng = self.arena.zeros("batch", (3,), torch.int64)
         self._z_loss = self.arena.zeros("batch", (1,), stats)

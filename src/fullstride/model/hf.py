@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -17,6 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from fullstride.errors import ConfigError
+from fullstride.files import whole_directory, write_json
 from fullstride.model.spec import ModelConfig, Part, TensorSpec, Unit, parameter_table
 
 WEIGHTS = "model.safetensors"
@@ -240,39 +240,14 @@ def write_model(
         raise ConfigError(f"weights cannot be written as {dtype}; use one of {', '.join(map(str, _DTYPES))}")
     if tokenizer_from is not None and not tokenizer_from.is_dir():
         raise ConfigError(f"{tokenizer_from}: no such directory to copy the tokenizer from")
-    with _whole_directory(Path(directory).resolve(), overwrite) as new:
+    with whole_directory(Path(directory).resolve(), overwrite) as new:
         _write_weights(new, sources, dtype, max_shard_bytes)
-        _write_json(new / "config.json", config.to_dict(str(dtype).removeprefix("torch.")))
+        write_json(new / "config.json", config.to_dict(str(dtype).removeprefix("torch.")))
         copied = _copy_files(tokenizer_from, new)
         if "generation_config.json" not in copied:
             keys = ("bos_token_id", "eos_token_id", "pad_token_id")
             ids = {key: config.extra[key] for key in keys if config.extra.get(key) is not None}
-            _write_json(new / "generation_config.json", {"_from_model_config": True, **ids})
-
-
-@contextmanager
-def _whole_directory(directory: Path, overwrite: bool) -> Iterator[Path]:
-    """A new directory beside `directory`, renamed to it at the end, or removed on any error."""
-    if directory.exists() and not directory.is_dir():
-        raise ConfigError(f"{directory} is a file; choose another directory")
-    if directory.is_dir() and any(directory.iterdir()) and not overwrite:
-        raise ConfigError(f"{directory} is not empty; choose another directory or remove it first")
-    new, old = (directory.with_name(f".{directory.name}.{state}") for state in ("partial", "replaced"))
-    if new.exists():  # left by a process that was killed
-        shutil.rmtree(new)
-    new.mkdir(parents=True)
-    try:
-        yield new
-        if directory.exists():
-            if old.exists():
-                shutil.rmtree(old)
-            directory.rename(old)
-        new.rename(directory)
-    except BaseException:
-        shutil.rmtree(new, ignore_errors=True)
-        raise
-    if old.exists():
-        shutil.rmtree(old)
+            write_json(new / "generation_config.json", {"_from_model_config": True, **ids})
 
 
 def _write_weights(directory: Path, sources: list[Source], dtype: torch.dtype, max_shard_bytes: int) -> None:
@@ -293,7 +268,7 @@ def _write_weights(directory: Path, sources: list[Source], dtype: torch.dtype, m
         file = directory / f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         _write_safetensors(file, shard, dtype)
         weight_map.update({name: file.name for name, *_ in shard})
-    _write_json(directory / INDEX, {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map})
+    write_json(directory / INDEX, {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map})
 
 
 def _write_safetensors(file: Path, sources: list[Source], dtype: torch.dtype) -> None:
@@ -332,7 +307,3 @@ def _copy_files(source: Path | None, target: Path) -> set[str]:
             shutil.copyfile(source / name, target / name)
             copied.add(name)
     return copied
-
-
-def _write_json(file: Path, value: dict[str, Any]) -> None:
-    file.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

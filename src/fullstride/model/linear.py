@@ -30,7 +30,7 @@ class AdapterB:
 
 @dataclass(frozen=True)
 class Adapter:
-    """LoRA beside one (merged) weight: a [len(b) * R, I], a B for each adapted projection, scale = alpha / R or alike."""
+    """LoRA beside one (merged) weight: a [len(b) * R, I], a B for each adapted projection, scale = alpha / R."""
 
     a: torch.Tensor
     b: tuple[AdapterB, ...]

@@ -1,7 +1,7 @@
 """LoRA settings, the adapters' parameter table, and PEFT's directory format.
 
-Hu et al. 2021 (arXiv 2106.09685): y += scale * dropout(x) A^T B^T with scale = alpha / R, or alpha / sqrt(R) with rslora
-(Kalajdzievski 2023, arXiv 2312.03732). A starts as PEFT's does, uniform in +-1/sqrt(inputs); B starts at zero.
+Hu et al. 2021 (arXiv 2106.09685): y += scale * dropout(x) A^T B^T with scale = alpha / R, or alpha / sqrt(R) with
+rslora (Kalajdzievski 2023, arXiv 2312.03732). A starts as PEFT's does, uniform in +-1/sqrt(inputs); B starts at zero.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class LoraSettings:
 
 
 def adapter_unit(c: ModelConfig, lora: LoraSettings, layer: int) -> Unit:
-    """The adapter tensors of one block: `qkv.a` [n*R, D] over the n adapted projections, `qkv.b.q_proj` [rows, R] ..."""
+    """The adapter tensors of one block: `qkv.a` [n*R, D] of the n adapted projections, `qkv.b.q_proj` [rows, R] ..."""
     base = {tensor.name: tensor for tensor in block_unit(c, layer).tensors}
     tensors = []
     for linear in LINEARS:
@@ -72,9 +72,7 @@ def adapter_unit(c: ModelConfig, lora: LoraSettings, layer: int) -> Unit:
     return Unit(f"blocks.{layer}.adapter", tuple(tensors))
 
 
-def adapters_of(
-    views: dict[str, torch.Tensor], c: ModelConfig, lora: LoraSettings, layer: int
-) -> dict[str, Adapter]:
+def adapters_of(views: dict[str, torch.Tensor], c: ModelConfig, lora: LoraSettings, layer: int) -> dict[str, Adapter]:
     """The adapter of each of our linears in one block, from the tensors of its adapter unit (or their gradients)."""
     rows = {part.hf_name.split(".")[-2]: part for t in block_unit(c, layer).tensors for part in t.parts}
     adapters = {}

@@ -1,8 +1,8 @@
 """Sizes of a model, and the table of its parameters.
 
 Shape legend, one for the whole project: B rows, T positions, N = B*T tokens, D width (hidden_size), H query heads,
-K key/value heads, E head size (head_dim), F feed-forward width (intermediate_size), V vocabulary, R LoRA rank, L layers.
-Names of tensors carry it as suffix where it helps: `x_ND`. Gradients start with `d`: `dx_ND`.
+K key/value heads, E head size (head_dim), F feed-forward width (intermediate_size), V vocabulary, R LoRA rank,
+L layers. Names of tensors carry it as suffix where it helps: `x_ND`. Gradients start with `d`: `dx_ND`.
 """
 
 from __future__ import annotations
@@ -60,8 +60,12 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.architecture not in ARCHITECTURES.values():
             raise ConfigError(
-                f"architecture {self.architecture!r} is not supported; supported are {', '.join(ARCHITECTURES.values())}"
+                f"architecture {self.architecture!r} is not supported, only {', '.join(ARCHITECTURES.values())}"
             )
+        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+        for name in (*sizes, "num_key_value_heads"):
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be a positive integer, got {getattr(self, name)!r}")
         if not self.head_dim:
             if self.hidden_size % self.num_attention_heads:
                 raise ConfigError(
@@ -69,17 +73,13 @@ class ModelConfig:
                     f"{self.num_attention_heads}: set head_dim"
                 )
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
-        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-        for name in (*sizes, "num_key_value_heads", "head_dim"):
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be a positive integer, got {getattr(self, name)!r}")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ConfigError(
                 f"num_attention_heads {self.num_attention_heads} must be a multiple of num_key_value_heads "
                 f"{self.num_key_value_heads}"
             )
-        if self.head_dim % 2:
-            raise ConfigError(f"head_dim must be even (rotary halves), got {self.head_dim}")
+        if not isinstance(self.head_dim, int) or self.head_dim < 2 or self.head_dim % 2:
+            raise ConfigError(f"head_dim must be an even positive integer (rotary halves), got {self.head_dim!r}")
 
     @property
     def qkv_bias(self) -> bool:
@@ -137,7 +137,8 @@ class ModelConfig:
         head_dim = raw.get("head_dim") or (128 if architecture == "qwen3" else 0)  # Qwen3Config's own default
         return cls(
             architecture=architecture,  # type: ignore[arg-type]
-            num_key_value_heads=raw.get("num_key_value_heads") or raw["num_attention_heads"],
+            num_key_value_heads=raw.get("num_key_value_heads", _KV_HEADS.get(architecture))
+            or raw["num_attention_heads"],
             head_dim=head_dim,
             rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
             rope_theta=theta,
@@ -181,16 +182,37 @@ class ModelConfig:
         }
 
 
+# the transformers classes' own defaults, which count where config.json leaves the key out
+_KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32}
+
 _OWN_KEYS = frozenset(
-    "architectures model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
-    "num_key_value_heads head_dim rms_norm_eps rope_theta rope_scaling rope_parameters tie_word_embeddings "
-    "max_position_embeddings initializer_range torch_dtype dtype".split()
+    {
+        "architectures",
+        "model_type",
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "rms_norm_eps",
+        "rope_theta",
+        "rope_scaling",
+        "rope_parameters",
+        "tie_word_embeddings",
+        "max_position_embeddings",
+        "initializer_range",
+        "torch_dtype",
+        "dtype",
+    }
 )
 
 
 def _refuse_what_we_lack(raw: dict[str, Any], architecture: str, where: str) -> None:
     """Raise ConfigError for a switch in config.json that would change the computation in a way that we lack."""
-    window = raw.get("sliding_window")
+    # MistralConfig's own default, which counts where config.json leaves the key out
+    window = raw.get("sliding_window", 4096 if architecture == "mistral" else None)
     # Qwen guards its window by use_sliding_window; Mistral's counts whenever it is shorter than the context
     guarded = architecture in ("qwen2", "qwen3") and not raw.get("use_sliding_window", False)
     if window and not guarded and window < raw.get("max_position_embeddings", 1 << 60):
@@ -205,9 +227,6 @@ def _refuse_what_we_lack(raw: dict[str, Any], architecture: str, where: str) -> 
             raise ConfigError(f"{where}: {key} is true; biases are supported on Qwen2's q, k and v only")
     if raw.get("hidden_act", "silu") != "silu":
         raise ConfigError(f"{where}: hidden_act {raw['hidden_act']!r} is not supported, only 'silu'")
-    if raw.get("pretraining_tp", 1) != 1:
-        # transformers ignores it now; old versions split the products, which changes nothing but rounding
-        return
     if raw.get("quantization_config"):
         raise ConfigError(f"{where}: quantization_config: quantised weights are not supported; use the original model")
 
@@ -215,7 +234,7 @@ def _refuse_what_we_lack(raw: dict[str, Any], architecture: str, where: str) -> 
 def _read_rope(raw: dict[str, Any], where: str) -> tuple[float, Llama3Rope | None]:
     """(theta, scaling), from rope_theta and rope_scaling at top level or rope_parameters (transformers 5)."""
     parameters = dict(raw.get("rope_parameters") or {})
-    scaling = parameters or dict(raw.get("rope_scaling") or {})
+    scaling = dict(raw.get("rope_scaling") or {}) | parameters
     theta = float(parameters.get("rope_theta") or raw.get("rope_theta") or 10000.0)
     if float(scaling.get("partial_rotary_factor", raw.get("partial_rotary_factor") or 1.0)) != 1.0:
         raise ConfigError(f"{where}: partial_rotary_factor is not supported")

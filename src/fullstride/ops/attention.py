@@ -110,15 +110,14 @@ def attention_bwd(
         from fullstride.kernels.attention import attention_bwd as kernel
 
         return kernel(dout_NHE, q_NHE, k_NKE, v_NKE, out_NHE, saved, documents)
-    grads = tuple(torch.empty(x.shape, dtype=x.dtype) for x in (q_NHE, k_NKE, v_NKE))
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype) for x in (q_NHE, k_NKE, v_NKE))
     for start, stop in _spans(documents):
         rows = slice(start, stop)
         parts = attention_bwd_ref(
             dout_NHE[rows], q_NHE[rows], k_NKE[rows], v_NKE[rows], out_NHE[rows], saved[0][:, rows]
         )
-        for grad, part in zip(grads, parts, strict=True):
-            grad[rows] = part
-    return grads
+        dq[rows], dk[rows], dv[rows] = parts
+    return dq, dk, dv
 
 
 def _spans(documents: Documents) -> list[tuple[int, int]]:

@@ -49,7 +49,9 @@ def run_bench(config: Any) -> dict[str, Any]:
         model, options, batch_size=config.batch_size, seq_len=config.seq_len, grad_accum=grad_accum
     ) as trainer:
         trainer.init_weights(config.seed)
-        measured = measure(trainer, grad_accum, config.updates, config.lr or (1e-3 if config.method == "lora" else 1e-4))
+        measured = measure(
+            trainer, grad_accum, config.updates, config.lr or (1e-3 if config.method == "lora" else 1e-4)
+        )
         parameters = trainer.num_parameters
     check_trains(measured.metrics)
 
@@ -126,7 +128,9 @@ def check_trains(metrics: list[dict[str, float]]) -> None:
     """Raise ConfigError when the loss on the fixed window does not fall, or a gradient norm is zero or not finite."""
     norms = [m["grad_norm"] for m in metrics]
     if not all(0 < norm < float("inf") for norm in norms):
-        raise ConfigError(f"bench: a gradient norm is zero or not finite ({min(norms)} to {max(norms)}): nothing trains")
+        raise ConfigError(
+            f"bench: a gradient norm is zero or not finite ({min(norms)} to {max(norms)}): nothing trains"
+        )
     if not metrics[-1]["loss"] < metrics[0]["loss"]:
         raise ConfigError(
             f"bench: the loss on a fixed batch does not fall ({metrics[0]['loss']:.5f} to {metrics[-1]['loss']:.5f}); "

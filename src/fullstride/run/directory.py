@@ -46,7 +46,9 @@ class RunDirectory:
         if isinstance(config.resume, int):
             if config.resume not in steps:
                 there = ", ".join(map(str, steps)) or "none"
-                raise ConfigError(f"resume: no checkpoint of step {config.resume} in {self.checkpoints} (there: {there})")
+                raise ConfigError(
+                    f"resume: no checkpoint of step {config.resume} in {self.checkpoints} (there: {there})"
+                )
             return config.resume
         return self.latest() if found else 0
 

@@ -196,7 +196,9 @@ class Run:
             total, count = total + result["loss"] * result["tokens"], count + int(result["tokens"])
         self.eval_loss = total / count
         seconds = time.perf_counter() - started
-        self.progress.line(f"evaluation at step {self.done}: loss {self.eval_loss:.4f} ({count:,} tokens, {seconds:.1f} s)")
+        self.progress.line(
+            f"evaluation at step {self.done}: loss {self.eval_loss:.4f} ({count:,} tokens, {seconds:.1f} s)"
+        )
         self.log.write("evaluation", step=self.done, loss=self.eval_loss, tokens=count, seconds=seconds)
         return self.eval_loss
 

@@ -54,7 +54,9 @@ def generate(
     text.close()
     print(flush=True)
     seconds = time.perf_counter() - started
-    print(f"{count} tokens in {seconds:.1f} s: {count / seconds:.1f} tokens/s, prompt {len(ids)} tokens", file=sys.stderr)
+    print(
+        f"{count} tokens in {seconds:.1f} s: {count / seconds:.1f} tokens/s, prompt {len(ids)} tokens", file=sys.stderr
+    )
     return text.text
 
 

@@ -35,7 +35,9 @@ class StopRequest:
             signal.signal(number, handler)
         self._previous.clear()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._restore()
 
     def check(self) -> None:

@@ -89,7 +89,12 @@ def prepare(config: FinetuneConfig) -> Job:
 
     report = Report()
     examples = encode_rows(
-        load_train(config.data, report), tokenizer, config.seq_len, report, config.truncate, config.train_on  # type: ignore[arg-type]
+        load_train(config.data, report),
+        tokenizer,
+        config.seq_len,
+        report,
+        config.truncate,
+        config.train_on,  # type: ignore[arg-type]
     )
     check_ids(examples, model.vocab_size)
     pad_id = padding_id(tokenizer)
@@ -101,7 +106,12 @@ def prepare(config: FinetuneConfig) -> Job:
     eval_rows = load_eval(config.data, config.eval_data or None, report)
     if eval_rows is not None:
         eval_examples = encode_rows(
-            eval_rows, tokenizer, config.seq_len, report, config.truncate, config.train_on  # type: ignore[arg-type]
+            eval_rows,
+            tokenizer,
+            config.seq_len,
+            report,
+            config.truncate,
+            config.train_on,  # type: ignore[arg-type]
         )
         check_ids(eval_examples, model.vocab_size)
         eval_loader = loader(eval_examples)

@@ -35,7 +35,7 @@ def device_info(device: torch.device) -> dict[str, Any]:
     if device.type != "cuda":
         return dict.fromkeys(FIELDS)
     try:
-        import pynvml as nvml
+        import pynvml as nvml  # type: ignore[import-not-found]
     except ImportError:
         raise ConfigError(
             "GPU telemetry needs the package nvidia-ml-py; install it, or fullstride with extra gpu"

@@ -104,7 +104,7 @@ class Trainer:
 
     @torch.no_grad()
     def import_weights(self, path: str | Path) -> None:
-        """Weights of a Hugging Face directory (single or sharded safetensors). Raises ConfigError if they do not fit."""
+        """Weights of a Hugging Face directory (one or several safetensors). Raises ConfigError if they do not fit."""
         weights_io.import_weights(self.engine, path)
         self._source = Path(path)
 

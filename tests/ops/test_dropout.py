@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fullstride.ops.dropout import dropout_ref, keep_threshold
+from fullstride.ops.rounding import DROPOUT, stream
+
+N = 100_000
+
+
+def mask(step: int = 1, micro_step: int = 0, tensor: int = 2, p: float = 0.25) -> torch.Tensor:
+    ones = torch.ones(N // 100, 100)
+    return dropout_ref(ones, p, torch.tensor([3, step, micro_step]), stream(DROPOUT, tensor)).flatten().double()
+
+
+@pytest.mark.parametrize("p", [0.05, 0.25, 0.9])
+def test_mean(p: float) -> None:
+    """The mean stays 1: an element's deviation is sqrt(p / (1 - p)); four of them for the mean of N."""
+    dropped = mask(p=p)
+    assert abs(dropped.mean().item() - 1) <= 4 * (p / (1 - p)) ** 0.5 / N**0.5
+    assert dropped.unique().tolist() == [0.0, pytest.approx(1 / (1 - p), rel=1e-6)]
+
+
+def test_nothing_dropped() -> None:
+    assert keep_threshold(0.0) == 0
+    assert torch.equal(mask(p=0.0), torch.ones(N, dtype=torch.float64))
+
+
+def test_masks_are_independent() -> None:
+    """Neighbours in a row and in a column, steps, micro-steps, tensors: correlations within four deviations."""
+    base = mask()
+    others = [base.roll(lag) for lag in (1, 2, 3, 4, 100)] + [mask(step=2), mask(micro_step=1), mask(tensor=3)]
+    for other in others:
+        correlation = torch.corrcoef(torch.stack([base, other]))[0, 1].item()
+        assert abs(correlation) <= 4 / N**0.5
+
+
+def test_the_same_mask_again() -> None:
+    assert torch.equal(mask(), mask())
