@@ -15,3 +15,18 @@ def shared(*parts: str) -> Path:
     if not path.exists():
         pytest.skip(f"needs shared data beside the checkout: {'/'.join(parts)}")
     return path
+
+
+@pytest.fixture(scope="session")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2-135M-Instruct as a Hugging Face directory (bf16), imported from the GGUF of its package."""
+    from fullstride.errors import ConfigError
+    from fullstride.run.gguf import import_gguf, packaged_smollm2
+
+    try:
+        gguf = packaged_smollm2()
+    except ConfigError as error:
+        pytest.skip(str(error))
+    directory = tmp_path_factory.mktemp("smollm2") / "model"
+    import_gguf(gguf, directory)
+    return directory

@@ -48,9 +48,9 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     if device == "cpu":
         if HAS_GPU:
             pytest.skip("the interpreter's tests run where there is no GPU: a process has one or the other")
-        import triton
+        from triton import JITFunction, knobs, language
 
-        if not triton.knobs.runtime.interpret or isinstance(triton.language.sum, triton.JITFunction):
+        if not knobs.runtime.interpret or isinstance(language.sum, JITFunction):
             pytest.fail("Triton was imported before TRITON_INTERPRET was set; set it in the outermost conftest.py")
         _scalars_from_one_element_arrays(monkeypatch)
     yield Place(torch.device(device), dtype)

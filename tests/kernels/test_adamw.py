@@ -71,5 +71,5 @@ def test_decay_of_bf16_weights_has_the_right_mean(gpu: torch.device) -> None:
     for step in range(1, 101):
         hyper = torch.tensor([*hyper_values(1e-3, 0.9, 0.999, 1e-8, 0.1, step), 1.0], dtype=torch.float64, device=gpu)
         adamw(AdamWBuffers(param, None, grad, m, v, 0), hyper, True, torch.tensor([0, step, 0], device=gpu))
-    # the mean of 10,000 walks of a hundred steps of at most 2 ** -8 each has a deviation below 4e-4 / 2
+    # a step is 2 ** -8, one time in 39: the mean of 10,000 weights has a deviation of 6e-5 after a hundred
     assert abs(param.double().mean().item() - 0.990) <= 5e-4

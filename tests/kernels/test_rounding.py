@@ -11,12 +11,12 @@ from tests.kernels.place import Place, assert_same_bits
 @pytest.mark.parametrize("rng", [(0, 0, 0), (0x0123456789ABCDEF, 7, 3), (-3, -1, 2**33 + 9)])
 def test_noise_is_the_references(place: Place, rng: tuple[int, int, int], n: int) -> None:
     """Integers: equal."""
-    from tests.kernels.noise_kernel import noise_kernel
+    from tests.kernels.noise_kernel import show_noise
 
     for number in (1, stream(M_ROUNDING, 12345)):
         out = torch.full((n,), -1, dtype=torch.int64, device=place.device)
         rng_tensor = torch.tensor(rng)
-        noise_kernel[(-(-n // 256),)](place.put(rng_tensor), number, out, n, BLOCK=256)
+        show_noise(place.put(rng_tensor), number, out)
         assert torch.equal(out.cpu(), philox_ref(rng_tensor, number, n))
 
 

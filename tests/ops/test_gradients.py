@@ -108,15 +108,14 @@ def test_rope(has_norm: bool) -> None:
     torch.autograd.backward(parts, grads)
     check((out, torch.cat(parts, dim=1).flatten(1)))
 
-    dqkv, dnorms, before = empty(tokens, width), (None, None), (None, None)
-    if has_norm:
-        before = (randn(head_dim), randn(head_dim))
-        dnorms = tuple(x.clone() for x in before)
-    rope_bwd(*grads, qkv if has_norm else None, positions, rope, *norms, dqkv, *dnorms)
+    dqkv, before = empty(tokens, width), randn(2, head_dim)
+    dq_norm, dk_norm = before.clone() if has_norm else (None, None)
+    dq, dk, dv = grads
+    rope_bwd(dq, dk, dv, qkv if has_norm else None, positions, rope, *norms, dqkv, dq_norm, dk_norm)
     assert qkv_leaf.grad is not None
     check((dqkv, qkv_leaf.grad))
-    for dnorm, start, norm in zip(dnorms, before, norm_leaves, strict=True):
-        if dnorm is not None and norm is not None:
+    for dnorm, start, norm in zip((dq_norm, dk_norm), before, norm_leaves, strict=True):
+        if dnorm is not None and norm is not None and norm.grad is not None:
             check((dnorm, start + norm.grad))
 
 

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conftest import shared
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from fullstride.config import Options
 from fullstride.model.spec import ModelConfig
 from fullstride.run.finetune import FinetuneResult, finetune
 from fullstride.trainer.trainer import Trainer
 
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+VOCABULARY = len(SPECIAL) + 256  # a token for every byte: small heads make quick tests
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 TINY = ModelConfig(
     architecture="qwen3",
-    vocab_size=49152,
+    vocab_size=VOCABULARY + 5,  # more embedding rows than tokens is legal
     hidden_size=16,
     intermediate_size=24,
     num_hidden_layers=2,
@@ -29,13 +35,24 @@ TINY = ModelConfig(
 )
 
 
+def write_tokenizer(directory: Path) -> None:
+    """A tokenizer of bytes with a ChatML template."""
+    pieces = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(piece, special=True) for piece in SPECIAL])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(directory)
+
+
 def make_model(directory: Path, config: ModelConfig = TINY) -> Path:
-    """A Hugging Face directory of random weights with SmolLM2's tokenizer."""
+    """A Hugging Face directory of random weights."""
     with Trainer(config, Options(device="cpu"), batch_size=1, seq_len=8) as trainer:
         trainer.init_weights(seed=1)
         trainer.export_model(directory)
-    for file in shared("data", "tokenizers", "smollm2").iterdir():
-        shutil.copyfile(file, directory / file.name)
+    write_tokenizer(directory)
     return directory
 
 
@@ -67,7 +84,7 @@ def data_dir(tmp_path: Path) -> Path:
 
 def keys(model: Path, data: Path, out: Path, **more: Any) -> dict[str, Any]:
     """A quick run: 20 rows, 2 a micro-step, 2 micro-steps an update."""
-    small = {"seq_len": 64, "batch_size": 2, "grad_accum": 2, "packing": False, "lr": 1e-2, "device": "cpu"}
+    small = {"seq_len": 96, "batch_size": 2, "grad_accum": 2, "packing": False, "lr": 1e-2, "device": "cpu"}
     return {"model": str(model), "data": str(data), "out": str(out), **small, **more}
 
 

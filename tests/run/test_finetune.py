@@ -12,7 +12,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from tests.run.conftest import TINY, make_model, run, write_rows
+from tests.run.conftest import TINY, VOCABULARY, make_model, run, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fullstride as fs
@@ -125,7 +125,7 @@ def test_continues_from_an_adapter(model_dir: Path, data_dir: Path, tmp_path: Pa
 
 def test_python_and_toml_give_one_run(model_dir: Path, data_dir: Path, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    fs.finetune(model=str(model_dir), data="data", steps=1, seq_len=64, device="cpu", name="first")
+    fs.finetune(model=str(model_dir), data="data", steps=1, seq_len=96, device="cpu", name="first")
     config = parse(FinetuneConfig, ["runs/first/run.toml"])
     assert config == config.resolved()  # nothing automatic is left in run.toml
     assert (config.out, config.data) == (str(tmp_path / "runs" / "first"), str(data_dir))
@@ -137,7 +137,7 @@ def test_python_and_toml_give_one_run(model_dir: Path, data_dir: Path, tmp_path:
 
 def test_default_name_is_model_and_data(model_dir: Path, data_dir: Path, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    result = fs.finetune(model=str(model_dir), data="data/train.jsonl", steps=1, seq_len=64, device="cpu")
+    result = fs.finetune(model=str(model_dir), data="data/train.jsonl", steps=1, seq_len=96, device="cpu")
     assert result.out == tmp_path / "runs" / "tiny-train"
     assert result.eval_loss is None  # a plain file has no evaluation rows
 
@@ -432,8 +432,8 @@ def test_damaged_models_are_refused_by_name(
 def test_a_tokenizer_larger_than_the_model_is_refused(data_dir: Path, tmp_path: Path) -> None:
     import dataclasses
 
-    model = make_model(tmp_path / "small", dataclasses.replace(TINY, vocab_size=49000))
-    with pytest.raises(ConfigError, match="tokenizer has 49152 tokens, the model only 49000 embedding rows"):
+    model = make_model(tmp_path / "small", dataclasses.replace(TINY, vocab_size=VOCABULARY - 1))
+    with pytest.raises(ConfigError, match="tokenizer has 259 tokens, the model only 258 embedding rows"):
         run(model, data_dir, tmp_path / "run", steps=1)
     assert not (tmp_path / "run").exists()
 
@@ -441,7 +441,7 @@ def test_a_tokenizer_larger_than_the_model_is_refused(data_dir: Path, tmp_path: 
 def test_no_rows_left_is_refused(model_dir: Path, tmp_path: Path) -> None:
     data = tmp_path / "rows.jsonl"
     data.write_text('{"prompt": "a", "completion": ""}\n', encoding="utf-8")
-    with pytest.raises(DataError, match="no data rows left with seq-len 64"):
+    with pytest.raises(DataError, match="no data rows left with seq-len 96"):
         run(model_dir, data, tmp_path / "run", steps=1)
     with pytest.raises(ConfigError, match="no such file"):
         run(model_dir, tmp_path / "missing.jsonl", tmp_path / "run", steps=1)

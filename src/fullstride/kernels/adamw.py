@@ -1,4 +1,5 @@
 """AdamW over flat buffers, one pass: see ops/adamw."""
+# pyright: reportCallIssue=false
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
 """The bias gradient, a sum over rows: see ops/matmul."""
+# pyright: reportCallIssue=false
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
 """Cross-entropy and its gradient in place: see ops/cross_entropy."""
+# pyright: reportCallIssue=false
 
 from __future__ import annotations
 

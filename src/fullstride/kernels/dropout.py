@@ -1,4 +1,5 @@
 """Dropout with regenerated noise: see ops/dropout."""
+# pyright: reportCallIssue=false
 
 from __future__ import annotations
 

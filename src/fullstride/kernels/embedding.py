@@ -1,4 +1,5 @@
 """The embedding's backward, without atomics: see ops/embedding."""
+# pyright: reportCallIssue=false
 
 from __future__ import annotations
 

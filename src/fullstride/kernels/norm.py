@@ -1,4 +1,5 @@
 """Sum of squares of a flat buffer, in two stages: see ops/norm."""
+# pyright: reportCallIssue=false
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
 """The second pass of every sum over rows: partial rows, one per program of the first pass, in a fixed order."""
+# pyright: reportCallIssue=false
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
 """RMS norm with the residual addition before it: see ops/rms_norm."""
+# pyright: reportCallIssue=false
 
 from __future__ import annotations
 

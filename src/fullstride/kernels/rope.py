@@ -2,6 +2,7 @@
 
 A program takes some heads of a token, as a left and a right half of [heads, E/2].
 """
+# pyright: reportCallIssue=false
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
 """Counter-based noise and stochastic rounding to bf16: see ops/rounding."""
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
 """Moving whole rows by an index: see ops/rows."""
+# pyright: reportCallIssue=false
 
 from __future__ import annotations
 

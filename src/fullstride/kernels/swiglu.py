@@ -1,4 +1,5 @@
 """SwiGLU on the merged gate and up projection: see ops/swiglu."""
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def find_model(name: str) -> Path:
     except Exception as error:  # a whole family of HTTP and network errors, which differ between its releases
         raise ConfigError(
             f"model: no such directory: {name}, and the Hub did not give it "
-            f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}); check name and network"
+            f"({type(error).__name__}: {' '.join(str(error).split())}); check name and network"
         ) from error
 
 
@@ -51,8 +51,9 @@ def load_tokenizer(directory: Path, config: ModelConfig | None = None) -> Any:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ConfigError(f"{directory}: the tokenizer does not load ({str(error).splitlines()[0]})") from error
+    except Exception as error:  # the tokenizers library raises nothing more special for a file that it cannot use
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{directory}: the tokenizer does not load ({type(error).__name__}: {reason})") from error
     if config is not None and len(tokenizer) > config.vocab_size:
         raise ConfigError(
             f"{directory}: the tokenizer has {len(tokenizer)} tokens, the model only {config.vocab_size} embedding rows; "
