@@ -120,15 +120,15 @@ def test_rope(has_norm: bool) -> None:
 
 
 def test_attention() -> None:
-    """Documents of 1, 4 and 3 tokens and an empty one, three queries a key head: torch's attention, one by one."""
-    q, k, v, dout = randn(8, 6, 5), randn(8, 2, 5), randn(8, 2, 5), randn(8, 6, 5)
-    documents = Documents(torch.tensor([0, 1, 5, 8, 8], dtype=torch.int32), 1, 8, packed=True)
+    """Documents of 1, 4 and 600 tokens and an empty one, three queries a key head: torch's attention, one by one."""
+    q, k, v, dout = randn(605, 6, 5), randn(605, 2, 5), randn(605, 2, 5), randn(605, 6, 5)
+    documents = Documents(torch.tensor([0, 1, 5, 605, 605], dtype=torch.int32), 1, 605, packed=True)
     out, saved = attention_fwd(q, k, v, documents)
     grads = attention_bwd(dout, q, k, v, out, saved, documents)
 
     leaves = [leaf(x) for x in (q, k, v)]
     parts = []
-    for start, stop in ((0, 1), (1, 5), (5, 8)):
+    for start, stop in ((0, 1), (1, 5), (5, 605)):
         q_d, k_d, v_d = (x[start:stop].transpose(0, 1)[None] for x in leaves)
         part = torch.nn.functional.scaled_dot_product_attention(q_d, k_d, v_d, is_causal=True, enable_gqa=True)
         parts.append(part[0].transpose(0, 1))

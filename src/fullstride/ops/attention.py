@@ -7,11 +7,14 @@ P = softmax(S); out = P v. Tokens of different documents never see each other.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
 from fullstride.ops.numerics import wide
+
+CPU_QUERIES = 256  # at a time: a long document's scores stay in the cache, and its masked half is mostly skipped
 
 
 @dataclass(frozen=True)
@@ -30,52 +33,59 @@ class Documents:
     deterministic: bool = False
 
 
-def _scores_ref(q_THE: torch.Tensor, k_TKE: torch.Tensor) -> torch.Tensor:
-    """Masked scores [K, H/K, T, T] of one document."""
-    (length, num_heads, head_dim), num_kv = q_THE.shape, k_TKE.shape[1]
-    q = q_THE.transpose(0, 1).reshape(num_kv, num_heads // num_kv, length, head_dim)
-    scores = q @ k_TKE.permute(1, 2, 0)[:, None] * head_dim**-0.5
-    future = torch.ones(length, length, dtype=torch.bool, device=scores.device).triu(1)
-    return scores.masked_fill_(future, float("-inf"))
+def _grouped(x_QHE: torch.Tensor, num_kv: int) -> torch.Tensor:
+    """[K, H/K * Q, E]: the query heads that share a key/value head stand below one another."""
+    return x_QHE.transpose(0, 1).reshape(num_kv, -1, x_QHE.shape[2])
+
+
+def _ungrouped(x_KGE: torch.Tensor, num_queries: int) -> torch.Tensor:
+    """The inverse of _grouped: [Q, H, E]."""
+    return x_KGE.reshape(-1, num_queries, x_KGE.shape[2]).transpose(0, 1)
+
+
+def _scores_ref(q_QHE: torch.Tensor, k_TKE: torch.Tensor) -> torch.Tensor:
+    """Masked scores [K, H/K * Q, T] of the last Q positions of T."""
+    (num_queries, _, head_dim), (length, num_kv, _) = q_QHE.shape, k_TKE.shape
+    scores = _grouped(q_QHE * head_dim**-0.5, num_kv) @ k_TKE.permute(1, 2, 0)
+    future = torch.ones(num_queries, length, dtype=torch.bool, device=scores.device).triu(1 + length - num_queries)
+    scores.view(num_kv, -1, num_queries, length).masked_fill_(future, float("-inf"))
+    return scores
 
 
 def attention_fwd_ref(
-    q_THE: torch.Tensor, k_TKE: torch.Tensor, v_TKE: torch.Tensor
+    q_QHE: torch.Tensor, k_TKE: torch.Tensor, v_TKE: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out_THE, lse_HT) of one document."""
-    q, k, v = wide(q_THE), wide(k_TKE), wide(v_TKE)
-    scores = _scores_ref(q, k)
-    lse = torch.logsumexp(scores, dim=-1)
-    out = torch.exp(scores - lse[..., None]) @ v.transpose(0, 1)[:, None]
-    return out.reshape(q.shape[1], q.shape[0], q.shape[2]).transpose(0, 1), lse.view(q.shape[1], q.shape[0])
+    """(out_QHE, lse_HQ) of the last Q positions of one document of T."""
+    q, k, v = wide(q_QHE), wide(k_TKE), wide(v_TKE)
+    p = _scores_ref(q, k)
+    largest = p.amax(-1, keepdim=True)
+    total = p.sub_(largest).exp_().sum(-1, keepdim=True)
+    out = p @ v.transpose(0, 1) / total
+    return _ungrouped(out, len(q)), (largest + total.log()).view(q.shape[1], len(q))
 
 
 def attention_bwd_ref(
-    dout_THE: torch.Tensor,
-    q_THE: torch.Tensor,
+    dout_QHE: torch.Tensor,
+    q_QHE: torch.Tensor,
     k_TKE: torch.Tensor,
     v_TKE: torch.Tensor,
-    out_THE: torch.Tensor,
-    lse_HT: torch.Tensor,
+    out_QHE: torch.Tensor,
+    lse_HQ: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dq_THE, dk_TKE, dv_TKE) of one document.
+    """(dq_QHE, dk_TKE, dv_TKE): what the last Q positions of one document of T contribute.
 
     dv = P^T dout, dP = dout v^T, dS = P * (dP - rowsum(dout * out)), dq = dS k / sqrt(E), dk = dS^T q / sqrt(E).
     """
-    dout, q, k, v, out = (wide(x) for x in (dout_THE, q_THE, k_TKE, v_TKE, out_THE))
-    (length, num_heads, head_dim), num_kv = q.shape, k.shape[1]
-
-    def grouped(x: torch.Tensor) -> torch.Tensor:
-        return x.transpose(0, 1).reshape(num_kv, num_heads // num_kv, length, head_dim)
-
-    p = torch.exp(_scores_ref(q, k) - lse_HT.view(num_kv, -1, length, 1))
-    dout_g, q_g = grouped(dout), grouped(q)
-    dv = (p.transpose(-1, -2) @ dout_g).sum(1)
-    dp = dout_g @ v.permute(1, 2, 0)[:, None]
-    ds = p * (dp - (dout_g * grouped(out)).sum(-1, keepdim=True)) * head_dim**-0.5
-    dq = (ds @ k.transpose(0, 1)[:, None]).reshape(num_heads, length, head_dim)
-    dk = (ds.transpose(-1, -2) @ q_g).sum(1)
-    return dq.transpose(0, 1), dk.transpose(0, 1), dv.transpose(0, 1)
+    dout, q, k, v, out = (wide(x) for x in (dout_QHE, q_QHE, k_TKE, v_TKE, out_QHE))
+    num_kv, scale = k.shape[1], q.shape[2] ** -0.5
+    dout_G, q_G = _grouped(dout, num_kv), _grouped(q, num_kv)
+    p = _scores_ref(q, k).sub_(lse_HQ.reshape(num_kv, -1, 1)).exp_()
+    dv = p.transpose(1, 2) @ dout_G
+    ds = dout_G @ v.permute(1, 2, 0)
+    ds.sub_((dout_G * _grouped(out, num_kv)).sum(-1, keepdim=True)).mul_(p)
+    dq = ds @ k.transpose(0, 1) * scale
+    dk = ds.transpose(1, 2) @ q_G * scale
+    return _ungrouped(dq, len(q)), dk.transpose(0, 1), dv.transpose(0, 1)
 
 
 def attention_fwd(
@@ -91,8 +101,8 @@ def attention_fwd(
         return kernel(q_NHE, k_NKE, v_NKE, documents)
     out = torch.empty(q_NHE.shape, dtype=q_NHE.dtype)
     lse = torch.empty(q_NHE.shape[1], q_NHE.shape[0], dtype=wide(q_NHE[:0]).dtype)
-    for start, stop in _spans(documents):
-        out[start:stop], lse[:, start:stop] = attention_fwd_ref(q_NHE[start:stop], k_NKE[start:stop], v_NKE[start:stop])
+    for rows, keys in _blocks(documents):
+        out[rows], lse[:, rows] = attention_fwd_ref(q_NHE[rows], k_NKE[keys], v_NKE[keys])
     return out, (lse,)
 
 
@@ -110,17 +120,21 @@ def attention_bwd(
         from fullstride.kernels.attention import attention_bwd as kernel
 
         return kernel(dout_NHE, q_NHE, k_NKE, v_NKE, out_NHE, saved, documents)
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype) for x in (q_NHE, k_NKE, v_NKE))
-    for start, stop in _spans(documents):
-        rows = slice(start, stop)
+    dq = torch.empty(q_NHE.shape, dtype=q_NHE.dtype)
+    dk, dv = (torch.zeros(x.shape, dtype=wide(x[:0]).dtype) for x in (k_NKE, v_NKE))
+    for rows, keys in _blocks(documents):
         parts = attention_bwd_ref(
-            dout_NHE[rows], q_NHE[rows], k_NKE[rows], v_NKE[rows], out_NHE[rows], saved[0][:, rows]
+            dout_NHE[rows], q_NHE[rows], k_NKE[keys], v_NKE[keys], out_NHE[rows], saved[0][:, rows]
         )
-        dq[rows], dk[rows], dv[rows] = parts
-    return dq, dk, dv
+        dq[rows] = parts[0]
+        dk[keys] += parts[1]
+        dv[keys] += parts[2]
+    return dq, dk.to(k_NKE.dtype), dv.to(v_NKE.dtype)
 
 
-def _spans(documents: Documents) -> list[tuple[int, int]]:
-    """(start, stop) of every document that has tokens."""
-    bounds = documents.boundaries.tolist()
-    return [(a, b) for a, b in itertools.pairwise(bounds) if b > a]
+def _blocks(documents: Documents) -> Iterator[tuple[slice, slice]]:
+    """(queries, keys) of every document, some queries at a time with the keys that they may see."""
+    for start, stop in itertools.pairwise(documents.boundaries.tolist()):
+        for first in range(start, stop, CPU_QUERIES):
+            last = min(first + CPU_QUERIES, stop)
+            yield slice(first, last), slice(start, last)

@@ -1,0 +1,125 @@
+"""Commands: exit statuses, messages, signals."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tests.run.conftest import make_model, write_rows
+
+from fullstride.cli import main as module
+from fullstride.cli.main import COMMANDS, main
+from fullstride.run.metrics import read_metrics
+from fullstride.version import __version__
+
+
+@pytest.mark.parametrize(
+    ("argv", "status", "message"),
+    [
+        (["fintune"], 2, r"unknown command 'fintune'; the nearest is 'finetune', there are finetune, generate"),
+        (["train"], 2, r"unknown command 'train'"),
+        (["finetune"], 2, r"model is missing"),
+        (["finetune", "--modle", "x"], 2, r"unknown key 'modle'; the nearest is 'model'"),
+        (["finetune", "--model", "x", "--data", "y", "--gpus", "2"], 2, r"gpus = 2 does not work yet"),
+        (["finetune", "--model", "/nowhere", "--data", "sample", "--device", "cpu"], 1, r"no such directory: /nowhere"),
+        (["finetune", "nowhere.toml"], 1, r"nowhere\.toml: no such file"),
+        (["generate", "--model", "x"], 2, r"give either prompt or prompt-file"),
+        (["generate", "--model", "x", "--prompt", "a", "--top-p", "0"], 2, r"top-p must be above 0"),
+        (["generate", "--model", "x", "--prompt", "a", "--raw", "--system", "b"], 2, r"system contradicts raw"),
+        (["import-gguf", "nowhere.gguf", "out"], 1, r"nowhere\.gguf"),
+        (["import-gguf", "a", "b", "c"], 2, r"unexpected 'c'"),
+        (["bench", "qwen9-1b", "--device", "cpu"], 1, r"no built-in name"),
+    ],
+)
+def test_errors_are_one_line_and_a_status(
+    argv: list[str], status: int, message: str, capsys, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(argv) == status
+    captured = capsys.readouterr()
+    assert re.fullmatch(rf"fullstride: error: .*{message}.*\n", captured.err), captured.err
+    assert captured.out == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_help_and_version(capsys) -> None:
+    assert main([]) == 2
+    assert main(["--help"]) == 0
+    listed = capsys.readouterr().out
+    assert all(f"  {name} " in listed for name in COMMANDS)
+    for name in COMMANDS:
+        assert main([name, "--help"]) == 0
+        assert f"usage: fullstride {name} [RUN.toml]" in capsys.readouterr().out
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"fullstride {__version__}\n"
+
+
+def test_interrupts_are_130_and_bugs_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(argv: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    def bug(argv: list[str]) -> int:
+        raise RuntimeError("ours")
+
+    monkeypatch.setattr(module, "dispatch", interrupted)
+    assert main(["finetune"]) == 130
+    monkeypatch.setattr(module, "dispatch", bug)
+    with pytest.raises(RuntimeError, match="ours"):
+        main(["finetune"])
+
+
+def command(*argv: str) -> list[str]:
+    return [sys.executable, "-m", "fullstride", *argv]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def test_a_whole_run_in_its_own_process(model: Path, tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "rows.jsonl", 6)
+    argv = ["--model", str(model), "--data", str(data), "--out", str(tmp_path / "run"), "--seq-len", "96"]
+    done = subprocess.run(
+        command("finetune", *argv, "--steps", "2", "--device", "cpu"), capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").is_file()
+    question = ["--prompt", "What is 1?", "--max-new-tokens", "4", "--device", "cpu"]
+    done = subprocess.run(
+        command("generate", "--model", str(model), "--adapter", str(tmp_path / "run" / "adapter"), *question),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0 and "tokens/s" in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_save_the_state_and_exit_130(model: Path, tmp_path: Path, number: signal.Signals) -> None:
+    data, out = write_rows(tmp_path / "rows.jsonl", 20), tmp_path / "run"
+    keys = {"model": model, "data": data, "out": out, "seq-len": 96, "device": "cpu", "schedule": "constant"}
+    argv = [word for name, value in keys.items() for word in (f"--{name}", str(value))]
+    process = subprocess.Popen(command("finetune", *argv, "--steps", "100000"), stdout=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 120
+        while len(read_metrics(out / "metrics.csv")) < 3:
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        os.kill(process.pid, number)
+        printed, _ = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    steps = len(read_metrics(out / "metrics.csv"))
+    assert f"state of step {steps} is saved; resume with: fullstride finetune {out}/run.toml" in printed
+    assert not (out / "adapter").exists()
+
+    assert main(["finetune", str(out / "run.toml"), "--steps", str(steps + 2)]) == 0
+    assert [int(row["step"]) for row in read_metrics(out / "metrics.csv")] == list(range(1, steps + 3))
