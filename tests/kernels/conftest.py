@@ -5,8 +5,6 @@ Each test has one body for both. The interpreter stores float32 only (its bf16 c
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -15,8 +13,6 @@ import torch
 from tests.kernels.place import Place
 
 HAS_GPU = torch.cuda.is_available()
-if not HAS_GPU and "triton" not in sys.modules:
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it while it is imported
 
 
 def _scalars_from_one_element_arrays(patch: pytest.MonkeyPatch) -> None:

@@ -54,7 +54,14 @@ def test_bench_on_a_cpu(model_dir: Path, tmp_path: Path, capsys) -> None:
     for method in ("full", "lora"):
         file = tmp_path / f"{method}.json"
         config = Config(
-            model=str(model_dir), method=method, seq_len=32, batch_size=2, grad_accum=2, updates=1, device="cpu", json=str(file)
+            model=str(model_dir),
+            method=method,
+            seq_len=32,
+            batch_size=2,
+            grad_accum=2,
+            updates=1,
+            device="cpu",
+            json=str(file),
         )
         result = run_bench(config)
         assert json.loads(file.read_text(encoding="utf-8")) == result

@@ -58,7 +58,9 @@ def test_lora_run_leaves_what_the_interface_says(model_dir: Path, data_dir: Path
     files = tree(out)
     assert {"run.toml", "metrics.csv", "log.jsonl", "loss.png", "checkpoints/latest"} <= files
     for adapter in ("adapters/epoch_1", "adapters/epoch_2", "adapter"):
-        assert {f"{adapter}/{n}" for n in ("adapter_config.json", "adapter_model.safetensors", "tokenizer.json")} <= files
+        assert {
+            f"{adapter}/{n}" for n in ("adapter_config.json", "adapter_model.safetensors", "tokenizer.json")
+        } <= files
     assert not [name for name in files if ".new" in name or ".partial" in name or ".old" in name]
     assert result.adapter == out / "adapter" and result.model is None and result.steps == 10
     assert result.eval_loss is not None and result.eval_loss_before is not None
@@ -317,7 +319,9 @@ def test_stop_drops_the_window_saves_and_resumes(
     assert exact(out) == exact(tmp_path / "whole")
 
 
-def test_stop_during_an_evaluation_keeps_the_update(model_dir: Path, data_dir: Path, tmp_path: Path, monkeypatch) -> None:
+def test_stop_during_an_evaluation_keeps_the_update(
+    model_dir: Path, data_dir: Path, tmp_path: Path, monkeypatch
+) -> None:
     stops: list[module.StopRequest] = []
     made, original = module.StopRequest, fs.Trainer.update
     with monkeypatch.context() as patch:
@@ -365,7 +369,9 @@ def test_data_report_is_printed_and_logged(model_dir: Path, tmp_path: Path, caps
     assert all(e["file"].endswith("rows.jsonl") and e["reason"] in printed for e in events)
 
 
-def test_dry_run_shows_rows_and_writes_nothing(model_dir: Path, data_dir: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+def test_dry_run_shows_rows_and_writes_nothing(
+    model_dir: Path, data_dir: Path, tmp_path: Path, monkeypatch, capsys
+) -> None:
     with (data_dir / "train.jsonl").open("a", encoding="utf-8") as file:
         file.write("{broken\n")
     monkeypatch.setattr(module, "Trainer", None)  # no weights are loaded

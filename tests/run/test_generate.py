@@ -47,9 +47,7 @@ def test_an_adapter_changes_the_text(model_dir: Path, data_dir: Path, tmp_path: 
 def test_the_prompt_is_the_chat_template_or_raw(model_dir: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(str(model_dir))
     chat = tokenizer.decode(prompt_ids(tokenizer, "hi", "be brief"))
-    assert chat == (
-        "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
-    )
+    assert chat == ("<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
     assert tokenizer.decode(prompt_ids(tokenizer, "hi", raw=True)) == "hi"
     with pytest.raises(ConfigError, match="the prompt has no tokens"):
         prompt_ids(tokenizer, "", raw=True)
@@ -93,7 +91,9 @@ def test_sampling_follows_the_distribution_and_top_p() -> None:
 
 def test_a_seed_is_one_text(model_dir: Path) -> None:
     def text(seed: int) -> str:
-        return generate(str(model_dir), prompt="a", raw=True, max_new_tokens=20, temperature=1.0, seed=seed, device="cpu")
+        return generate(
+            str(model_dir), prompt="a", raw=True, max_new_tokens=20, temperature=1.0, seed=seed, device="cpu"
+        )
 
     assert text(1) == text(1) != text(2)
 

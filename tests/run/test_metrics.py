@@ -26,9 +26,7 @@ def row(step: int, **values: Any) -> dict[str, Any]:
 
 def test_case_25_tokens_per_second_count_no_padding() -> None:
     """Rows of 10 and 90 tokens padded to 90, 30 supervised, 1 second: 100 (padded would be 180)."""
-    examples = [
-        Example(np.arange(n, dtype=np.int32), np.arange(n) >= n - k, "f", 1) for n, k in ((10, 5), (90, 25))
-    ]
+    examples = [Example(np.arange(n, dtype=np.int32), np.arange(n) >= n - k, "f", 1) for n, k in ((10, 5), (90, 25))]
     window = Loader(examples, 90, 2, packing=False, seed=0, pad_id=0).next_window(1)
     tokens = sum(batch.tokens for batch in window)
     made = update_row(epoch=1, step=1, metrics=LOSS, lr=0.1, tokens=tokens, seconds=1.0, peak_bytes=0, mfu=None)
@@ -88,7 +86,12 @@ def test_events_keep_what_has_no_step(tmp_path: Path) -> None:
         torn.write('{"event": "upd')
     EventLog(file, 2).write("resume", step=2)
     events = read_events(file)
-    assert [(e["event"], e.get("step")) for e in events] == [("data", None), ("update", 1), ("update", 2), ("resume", 2)]
+    assert [(e["event"], e.get("step")) for e in events] == [
+        ("data", None),
+        ("update", 1),
+        ("update", 2),
+        ("resume", 2),
+    ]
     assert events[0]["file"] == "a\u2028b.jsonl"
     assert all("time" in e for e in events)
 

@@ -20,8 +20,8 @@ from fullstride.run.plot import sketch
 from fullstride.run.source import load_tokenizer
 from fullstride.trainer.trainer import DTYPES
 
-CPU_STEPS = 8  # about 6,700 tokens: a minute or two on two cores
-GPU_EPOCHS = 3
+CPU_STEPS = 19  # about 8,100 tokens: a minute or two on two cores
+GPU_EPOCHS = 2
 MOST_NEW_TOKENS = 90
 
 
@@ -45,10 +45,10 @@ def demo(out: str, device: str) -> FinetuneResult:
             out=str(Path(out) / f"demo-{device}"),
             seq_len=256,
             batch_size=2,
-            grad_accum=2,
+            grad_accum=1,
             steps=CPU_STEPS if device == "cpu" else 0,
             epochs=0 if device == "cpu" else GPU_EPOCHS,
-            lr=1e-3,
+            lr=2e-3,
             schedule="linear",
             warmup=1,
             device=device,
