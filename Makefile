@@ -5,7 +5,7 @@ CONSTRAINTS := -c constraints.txt
 
 # `make test-gpu PYTHON=python3` runs in the environment that is there (a GPU machine without network)
 ifeq ($(origin PYTHON), command line)
-RUN := PYTHONPATH=src $(PYTHON)
+RUN := PYTHONPATH=src:$(PYTHONPATH) $(PYTHON)
 READY :=
 else
 RUN := $(VENV)/bin/python

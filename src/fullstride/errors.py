@@ -9,5 +9,9 @@ class UsageError(ConfigError):
     """A key or value that does not exist or contradicts another. Commands print it as one line and exit 2."""
 
 
+class OutOfMemory(ConfigError, MemoryError):
+    """A device that cannot hold what a run needs. Commands print it as one line and exit 1."""
+
+
 class DataError(ConfigError):
     """Rows that cannot be trained on. Commands print it as one line and exit 1."""

@@ -11,12 +11,12 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.run.conftest import make_model, write_rows
 
 from fullstride.cli import main as module
 from fullstride.cli.main import COMMANDS, main
 from fullstride.run.metrics import read_metrics
 from fullstride.version import __version__
+from tests.run.conftest import make_model, write_rows
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,24 @@ def test_logits_with_and_without_cache(family: str, dtype: torch.dtype, tmp_path
         assert distance(logits, theirs[position]) < BOUNDS[dtype]
 
 
+def test_head_dim_apart_from_width(tmp_path: Path) -> None:
+    """Hidden 64, 4 heads, 2 key/value heads, head_dim 32: q is [128, 64], k and v [64, 64], o [64, 128]."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    model = make_model("qwen3", tied=False, **sizes)
+    engine = make_engine(saved(model, tmp_path), torch.float32, rows=1, seq_len=8, trains=False)
+    shapes = {
+        part.hf_name: (part.stop - part.start, *spec.shape[1:])
+        for unit in engine.state.units
+        for spec in unit.tensors
+        for part in spec.parts
+    }
+    attention = "model.layers.0.self_attn."
+    assert [shapes[f"{attention}{p}_proj.weight"] for p in "qkvo"] == [(128, 64), (64, 64), (64, 64), (64, 128)]
+    ids = random_batch(1, 9)[0][0].tolist()
+    with torch.no_grad():
+        assert distance(Decoder(engine).logits(ids), model(torch.tensor([ids])).logits[0, -1]) < 1e-5
+
+
 LORAS = {
     "all": LoraSettings(4, 8.0, 0.0, PROJECTIONS, False),
     "q,v": LoraSettings(3, 8.0, 0.0, ("q_proj", "v_proj"), False),

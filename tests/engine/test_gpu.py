@@ -119,7 +119,7 @@ def test_deterministic_bits(packed: bool, flags: tuple[str, ...], tmp_path: Path
     inputs, targets = generator.integers(0, 1000, (2, 16, 1024), dtype=np.int32)
     documents = np.broadcast_to(np.arange(1024, dtype=np.int32) // 300, (16, 1024)).copy() if packed else None
     seen = []
-    for recompute in [()] * 3 + [flags] * 2:
+    for recompute in [()] * 20 + [flags] * 2:
         options = Options(dtype="bf16", device="cuda", deterministic=True, recompute=recompute)
         with Trainer.from_pretrained(tmp_path, options, batch_size=16, seq_len=1024) as trainer:
             trainer.step(inputs, targets, documents)
@@ -143,6 +143,15 @@ def test_dropout_noise_on_a_gpu_is_the_cpus(tmp_path: Path) -> None:
             trainer.step(*batch)
             losses[device] = trainer.update(lr=0.0)["loss"]
     assert losses["cuda"] == pytest.approx(losses["cpu"], rel=1e-5)
+
+
+def test_peak_memory_sees_what_was_allocated_and_freed() -> None:
+    with Trainer(harness.CONFIG, Options(device="cuda"), batch_size=1, seq_len=8) as trainer:
+        before = trainer.peak_memory()
+        gib = torch.empty(2**30, dtype=torch.uint8, device="cuda")
+        del gib
+        assert trainer.peak_memory() >= before + 2**30
+        assert trainer.peak_memory() < before + 2**29  # the peak since the last question
 
 
 def test_loss_is_right_on_a_gpu(tmp_path: Path) -> None:

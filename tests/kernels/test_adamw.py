@@ -26,14 +26,17 @@ def check_stored(stored: torch.Tensor, expected: torch.Tensor, stream: int) -> N
     """float32: rounding. bf16: the bits of the reference, with the same noise, but for a tiny share one step off.
 
     The kernel's float32 value differs from the reference's in its last bits (fused multiply-adds): 2 ** -16 of a bf16
-    step each, so the carry differs once in about 2 ** 16 / 8 elements. 1e-3 allows eight times that.
+    step each, so the carry differs once in about 2 ** 16 / 8 elements. 1e-3 allows eight times that. Where terms of
+    size 0.1 to 1 cancel to almost nothing those last bits are the value: there 1e-6 of 1 is the bound.
     """
     if stored.dtype != torch.bfloat16:
         return assert_close(stored, expected)
     rounded = stochastic_round_ref(expected.float(), philox_ref(RNG, stream, expected.numel()))
     steps = (stored.cpu().view(torch.int16).int() - rounded.view(torch.int16).int()).abs()
-    assert steps.max() <= 1
-    assert (steps != 0).float().mean() <= 1e-3
+    cancelled = expected.abs() < 1e-5
+    assert steps[~cancelled].max() <= 1
+    assert (stored.cpu().double() - expected)[cancelled].abs().le(1e-6).all()
+    assert (steps != 0).double().mean() <= 1e-3
 
 
 @pytest.mark.parametrize("decay", [False, True])

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.run.conftest import TINY
 
 from fullstride.cli.bench import Config
 from fullstride.config import Options
@@ -17,6 +16,7 @@ from fullstride.model.spec import ModelConfig, num_parameters, parameter_table
 from fullstride.run.bench import check_trains, model_config, run_bench
 from fullstride.run.flops import lora_parameters, model_flops, peak_flops
 from fullstride.trainer.trainer import Trainer
+from tests.run.conftest import TINY
 
 # what the models' publishers and transformers count
 PARAMETERS = {
@@ -41,7 +41,7 @@ PARAMETERS = {
 
 def test_built_in_sizes_are_the_published_models() -> None:
     assert {name: num_parameters(parameter_table(config)) for name, config in PRESETS.items()} == PARAMETERS
-    with pytest.raises(ConfigError, match="no built-in name .*qwen3-4b"):
+    with pytest.raises(ConfigError, match=r"no built-in name .*qwen3-4b"):
         preset("qwen9-1b")
 
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.run.conftest import run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fullstride.engine.decode import Decoder
 from fullstride.errors import ConfigError
 from fullstride.run.generate import TextStream, choose, generate, prompt_ids, stop_ids, tokens
+from tests.run.conftest import run
 
 
 def test_greedy_equals_transformers(model_dir: Path) -> None:
@@ -110,5 +110,5 @@ def test_characters_of_several_tokens_come_whole(model_dir: Path) -> None:
 
 
 def test_missing_prompt_file_is_named(model_dir: Path) -> None:
-    with pytest.raises(ConfigError, match="prompt-file: nowhere.txt cannot be read"):
+    with pytest.raises(ConfigError, match=r"prompt-file: nowhere\.txt cannot be read"):
         generate(str(model_dir), prompt_file="nowhere.txt", device="cpu")

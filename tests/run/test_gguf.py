@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 import torch
@@ -20,6 +19,8 @@ from fullstride.errors import ConfigError
 from fullstride.model import hf
 from fullstride.model.spec import ModelConfig, parameter_table
 from fullstride.run.gguf import import_gguf, packaged_smollm2, write_tokenizer
+
+gguf = pytest.importorskip("gguf")
 
 NASTY = [
     "",

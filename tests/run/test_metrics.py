@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
-from tests.run.conftest import run
 
 from fullstride.data.chat import Example
 from fullstride.data.loader import Loader
@@ -15,6 +14,7 @@ from fullstride.run.metrics import COLUMNS, EventLog, MetricsFile, read_events, 
 from fullstride.run.plot import sketch
 from fullstride.run.progress import describe
 from fullstride.trainer import trainer
+from tests.run.conftest import run
 
 LOSS = {"loss": 1.75, "grad_norm": 0.5, "tokens": 30}
 
@@ -106,3 +106,18 @@ def test_sketch_draws_high_values_high() -> None:
     assert [line.index("*") for line in lines] == [10, 11, 12, 13]
     assert lines[0].startswith("   4.000 |") and lines[-1].startswith("   1.000 |")
     assert len(sketch([1.0] * 500).split("\n")[-1]) == 70  # means of neighbours: 60 columns and the labels
+
+
+def test_a_terminal_gets_a_live_line(model_dir: Path, data_dir: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    run(model_dir, data_dir, tmp_path / "run", steps=2)
+    assert "evaluation at step 2" in capsys.readouterr().out
+
+
+def test_without_matplotlib_one_line_says_how(
+    model_dir: Path, data_dir: Path, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    run(model_dir, data_dir, tmp_path / "run", steps=1)
+    assert "pip install 'fullstride[plot]'" in capsys.readouterr().out
+    assert not (tmp_path / "run" / "loss.png").exists()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fullstride.config import Options, key
+from fullstride.config import Options
+from fullstride.config.keys import key
 
 SUMMARY = "measured training speed of a configuration on this machine, with random weights and data"
 POSITIONAL = ("model",)

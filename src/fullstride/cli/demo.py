@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fullstride.config import check_fields, key
+from fullstride.config.keys import check_fields, key
 
 SUMMARY = "fine-tune a small real model on meetings: an unseen summary before and after"
 POSITIONAL = ()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fullstride.config import DTYPES, check_fields, key
+from fullstride.config import DTYPES
+from fullstride.config.keys import check_fields, key
 from fullstride.errors import UsageError
 
 SUMMARY = "text from a model directory, with an adapter if given"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from fullstride.config import DTYPES, check_fields, key
+from fullstride.config import DTYPES
+from fullstride.config.keys import check_fields, key
 
 SUMMARY = "GGUF file -> Hugging Face directory (Llama family)"
 POSITIONAL = ("gguf", "out")

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from fullstride.config import help_text, nearest, parse
+from fullstride.config.keys import help_text, nearest, parse
 from fullstride.errors import ConfigError, UsageError
 from fullstride.version import __version__
 

@@ -9,6 +9,7 @@ documents, seeds, z-loss) lives in device tensors, so that it can be captured as
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -36,6 +37,8 @@ from fullstride.ops.attention import attention_fwd
 from fullstride.ops.cross_entropy import IGNORED
 from fullstride.ops.embedding import embedding_bwd, embedding_fwd
 from fullstride.ops.rope import Rope, rope_frequencies, rope_tables
+
+GetUnit = Callable[[str], dict[str, torch.Tensor]]  # the tensors of a unit, or their gradients, by name
 
 LOSS, LOSS_1K, LSE_SUM, LSE_MAX = range(4)  # elements of the statistics tensor
 
@@ -99,7 +102,7 @@ class Engine:
         """The weights of one block, with its adapters."""
         return self._assemble(layer, self.state.weights.get)
 
-    def _assemble(self, layer: int, get) -> BlockWeights:
+    def _assemble(self, layer: int, get: GetUnit) -> BlockWeights:
         adapters = {}
         if self.lora is not None:
             adapters = adapters_of(get(f"blocks.{layer}.adapter"), self.config, self.lora, layer)
@@ -109,7 +112,7 @@ class Engine:
         """Final norm and LM head (the embedding where tied)."""
         return self._head(self.state.weights.get)
 
-    def _head(self, get) -> HeadWeights:
+    def _head(self, get: GetUnit) -> HeadWeights:
         head = get("head")
         tied = self.config.tie_word_embeddings
         return HeadWeights(head.get("final_norm"), get("embedding").get("embedding") if tied else head.get("lm_head"))

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from fullstride.errors import OutOfMemory
+
 ALIGNMENT = 256  # bytes; cuBLAS picks its algorithms by alignment
 
 
@@ -56,20 +58,24 @@ class Arena:
     def zeros(self, segment: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A zero-filled buffer, counted under `segment`.
 
-        Raises MemoryError with the segment and the missing bytes when the device cannot hold it.
+        Raises OutOfMemory with the segment and the missing bytes when the device cannot hold it.
         """
         size = math.prod(shape) * dtype.itemsize
         try:
             buffer = torch.zeros(shape, dtype=dtype, device=self.device)
         except torch.OutOfMemoryError as error:
             held = sum(self.segments.values())
-            raise MemoryError(
+            raise OutOfMemory(
                 f"out of memory on {self.device}: segment {segment!r} asks for {size / 1e9:.2f} GB beside the "
                 f"{held / 1e9:.2f} GB held ({', '.join(f'{k} {v / 1e9:.2f}' for k, v in self.segments.items())}); "
                 "a smaller batch-size or seq-len, more recompute, or method lora needs less"
             ) from error
         self.segments[segment] = self.segments.get(segment, 0) + size
         return buffer
+
+    def free(self, segment: str, buffer: torch.Tensor) -> None:
+        """Take `buffer`, which its holder drops, off the account."""
+        self.segments[segment] -= buffer.numel() * buffer.itemsize
 
     def allocations(self) -> dict[str, dict[str, int]]:
         """{segment: {"device", "managed", "pinned", "pageable": bytes}}; a CPU's memory is pageable."""
@@ -93,6 +99,8 @@ class Scratch:
         size = math.prod(shape)
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < size or buffer.dtype != dtype:
+            if buffer is not None:
+                self._arena.free("scratch", self._buffers.pop(name))
             buffer = self._buffers[name] = self._arena.zeros("scratch", (size,), dtype)
         return buffer[:size].view(shape)
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from fullstride.config import FinetuneConfig, build, dashed, dump_toml, read_toml
+from fullstride.config import FinetuneConfig
+from fullstride.config.keys import build, dashed, dump_toml, read_toml
 from fullstride.errors import ConfigError
 
 STEP = "step_"
@@ -69,9 +69,9 @@ class RunDirectory:
             )
 
     def create(self, config: FinetuneConfig) -> None:
-        """Make the directory and write run.toml."""
+        """Make the directory and write run.toml; running that goes on with the run, whatever `resume` was this time."""
         self.path.mkdir(parents=True, exist_ok=True)
-        replace_text(self.config_file, dump_toml(config))
+        replace_text(self.config_file, dump_toml(dataclasses.replace(config, resume="auto")))
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, ascending."""
@@ -111,4 +111,4 @@ def replace_text(file: Path, text: str) -> None:
     """Write `file` so that it is the old one or the new one at any moment."""
     beside = file.with_name(file.name + ".new")
     beside.write_text(text, encoding="utf-8")
-    os.replace(beside, file)
+    beside.replace(file)

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fullstride.config import FinetuneConfig, build
+from fullstride.config import FinetuneConfig
+from fullstride.config.keys import build
 from fullstride.data.loader import Batch
 from fullstride.engine.lr import learning_rate
 from fullstride.errors import ConfigError
@@ -74,8 +75,8 @@ def load(trainer: Trainer, job: Job) -> dict[str, Any]:
     data = [job.loader.rows_per_epoch, job.loader.num_tokens]
     if state["data"] != data:
         raise ConfigError(
-            f"out: the run in {job.directory.path} was started on {state['data'][0]} rows of {state['data'][1]} tokens, "
-            f"the data now gives {data[0]} rows of {data[1]}; choose another --out or --name, or restore the data"
+            f"out: the run in {job.directory.path} was started on {state['data'][0]} rows of {state['data'][1]} "
+            f"tokens, the data now gives {data[0]} rows of {data[1]}; restore it, or choose another --out or --name"
         )
     return state
 

@@ -38,8 +38,8 @@ def model_flops(config: ModelConfig, options: Options, tokens: int, squared_leng
     """FLOPs that one update needs, recomputation not counted (PaLM's model FLOPs, arXiv 2204.02311, appendix B).
 
     Each weight of a matrix product costs 2 FLOPs a token in the forward, the input gradient and the weight gradient; a
-    frozen weight has no weight gradient. Causal attention costs 2 * n^2 * H * E a layer in the forward and twice that in
-    the backward for a document of n tokens; `squared_lengths` is the sum of n^2 over the documents.
+    frozen weight has no weight gradient. Causal attention costs 2 * n^2 * H * E a layer in the forward and twice that
+    in the backward for a document of n tokens; `squared_lengths` is the sum of n^2 over the documents.
     """
     c = config
     layer = c.hidden_size * (2 * c.q_size + 2 * c.kv_size + 3 * c.intermediate_size)

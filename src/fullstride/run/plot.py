@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 from fullstride.run.metrics import read_metrics
@@ -34,7 +35,7 @@ def sketch(values: list[float], width: int = 60, height: int = 8) -> str:
     """A curve in plain characters: `height` lines of at most `width` columns, the means of neighbours in one."""
     columns = min(width, len(values))
     edges = [len(values) * i // columns for i in range(columns + 1)]
-    means = [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
     low, high = min(means), max(means)
     levels = [round((m - low) / ((high - low) or 1) * (height - 1)) for m in means]
     lines = []

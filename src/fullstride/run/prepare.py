@@ -13,6 +13,7 @@ from fullstride.config import FinetuneConfig
 from fullstride.data.chat import Example, check_ids, encode_rows, show
 from fullstride.data.loader import Loader
 from fullstride.data.report import Report
+from fullstride.data.rows import Row
 from fullstride.data.sources import load_eval, load_train
 from fullstride.errors import ConfigError
 from fullstride.model.spec import ModelConfig
@@ -88,35 +89,30 @@ def prepare(config: FinetuneConfig) -> Job:
     tokenizer = load_tokenizer(model_path, model)
 
     report = Report()
-    examples = encode_rows(
-        load_train(config.data, report),
-        tokenizer,
-        config.seq_len,
-        report,
-        config.truncate,
-        config.train_on,  # type: ignore[arg-type]
-    )
-    check_ids(examples, model.vocab_size)
-    pad_id = padding_id(tokenizer)
+    how: dict[str, Any] = {"truncate": config.truncate, "supervise": config.train_on}
+
+    def encoded(rows: list[Row]) -> list[Example]:
+        examples = encode_rows(rows, tokenizer, config.seq_len, report, **how)
+        check_ids(examples, model.vocab_size)
+        return examples
 
     def loader(examples: list[Example]) -> Loader:
+        pad_id = padding_id(tokenizer)
         return Loader(examples, config.seq_len, config.batch_size, config.packing, config.seed, pad_id)
 
-    eval_loader = None
+    examples = encoded(load_train(config.data, report))
     eval_rows = load_eval(config.data, config.eval_data or None, report)
-    if eval_rows is not None:
-        eval_examples = encode_rows(
-            eval_rows,
-            tokenizer,
-            config.seq_len,
-            report,
-            config.truncate,
-            config.train_on,  # type: ignore[arg-type]
-        )
-        check_ids(eval_examples, model.vocab_size)
-        eval_loader = loader(eval_examples)
     return Job(
-        config, directory, resume_step, model_path, model, tokenizer, report, examples, loader(examples), eval_loader
+        config=config,
+        directory=directory,
+        resume_step=resume_step,
+        model_path=model_path,
+        model=model,
+        tokenizer=tokenizer,
+        report=report,
+        examples=examples,
+        loader=loader(examples),
+        eval_loader=None if eval_rows is None else loader(encoded(eval_rows)),
     )
 
 

@@ -56,8 +56,8 @@ def load_tokenizer(directory: Path, config: ModelConfig | None = None) -> Any:
         raise ConfigError(f"{directory}: the tokenizer does not load ({type(error).__name__}: {reason})") from error
     if config is not None and len(tokenizer) > config.vocab_size:
         raise ConfigError(
-            f"{directory}: the tokenizer has {len(tokenizer)} tokens, the model only {config.vocab_size} embedding rows; "
-            "use the tokenizer that belongs to the model"
+            f"{directory}: the tokenizer has {len(tokenizer)} tokens, the model only {config.vocab_size} "
+            "embedding rows; use the tokenizer that belongs to the model"
         )
     return tokenizer
 

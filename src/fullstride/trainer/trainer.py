@@ -31,7 +31,7 @@ class Trainer:
     config: the model's sizes. options: method, LoRA, precision, memory, device, seed. A micro-step has `batch_size`
     rows of `seq_len` tokens, an update at most `grad_accum` micro-steps.
 
-    Raises ConfigError for options that do not work here, and MemoryError, naming the segment, when memory is short.
+    Raises ConfigError for options that do not work here, and OutOfMemory, naming the segment, when memory is short.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Trainer:
         device = torch.device(self.options.device)
         self.device = torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
         with torch.no_grad():
-            self._engine = Engine(config, _lora(self.options), self._settings(), self.device)
+            self._engine: Engine | None = Engine(config, _lora(self.options), self._settings(), self.device)
             if self.options.method == "lora":
                 weights_io.init_adapters(self._engine, self.options.seed)
         self.peak_memory = PeakMemory(self.device)
@@ -88,17 +88,16 @@ class Trainer:
 
     def stop(self) -> None:
         """Free the model. Later calls raise ConfigError; a second stop does nothing."""
-        self.__dict__.pop("_engine", None)
+        self._engine = None
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     @property
     def engine(self) -> Engine:
         """The engine behind this trainer."""
-        engine = self.__dict__.get("_engine")
-        if engine is None:
+        if self._engine is None:
             raise ConfigError("the trainer is stopped; make a new one")
-        return engine
+        return self._engine
 
     # ---- weights
 

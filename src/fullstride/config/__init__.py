@@ -1,0 +1,204 @@
+"""The keys of a run. One dataclass field is one key, under one name in TOML, on the command line, in Python and logs.
+
+Field metadata carries what is known about a key: its meaning, the values it may take, and (`now`) those that work in
+this version; everything is checked at construction, so a configuration that exists can be run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Self
+
+from fullstride.config.keys import check_fields, dashed, key
+from fullstride.errors import ConfigError, UsageError
+
+LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+RECOMPUTE = ("swiglu", "norm", "ffn", "qkv", "att", "block")
+OFFLOAD = ("master", "m", "v", "grads", "weights", "residual")
+DTYPES = ("fp32", "bf16")
+
+
+def resolve_device(device: str) -> str:
+    """`cuda` or `cpu` for `auto`, `cuda` or `cpu`. Raises ConfigError for a GPU that is missing or too old."""
+    import torch
+
+    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
+        return "cpu"
+    if not torch.cuda.is_available():
+        raise ConfigError("device = cuda, but torch sees no NVIDIA GPU here; set device = cpu or auto")
+    capability = torch.cuda.get_device_capability()
+    if capability < (8, 0):
+        raise ConfigError(
+            f"{torch.cuda.get_device_name()} has compute capability {capability[0]}.{capability[1]}; "
+            "8.0 (Ampere) is the least that is supported; set device = cpu"
+        )
+    return "cuda"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the Trainer needs beyond the model: method, LoRA, precision, memory, splitting, device, seed.
+
+    Raises UsageError for a value that is not legal, does not work yet, or contradicts another. "" and 0 mean
+    automatic where the help says so; `resolved()` replaces them.
+    """
+
+    method: str = key("full", "what trains", choices=("full", "lora"))
+    lora_rank: int = key(16, "rank of the adapters", at_least=1)
+    lora_alpha: float = key(32.0, "adapters are scaled by alpha / rank")
+    lora_dropout: float = key(0.0, "dropout on the adapters' input", at_least=0, below=1)
+    lora_targets: tuple[str, ...] = key(LORA_TARGETS, "projections that get an adapter", choices=LORA_TARGETS)
+    rslora: bool = key(False, "scale by alpha / sqrt(rank) instead")
+    dtype: str = key(
+        "", "precision of weights and activations; automatic: bf16 on a GPU, fp32 on a CPU", choices=DTYPES
+    )
+    matmul: str = key("", "precision of matrix products; automatic: dtype", choices=(*DTYPES, "fp8"))
+    master_dtype: str = key(
+        "", "precision of the optimizer's weights; automatic: fp32 for LoRA, else dtype", choices=DTYPES
+    )
+    m_dtype: str = key("", "precision of the first moment; automatic: fp32", choices=DTYPES)
+    v_dtype: str = key("", "precision of the second moment; automatic: fp32", choices=DTYPES)
+    grad_dtype: str = key("", "precision of gradients; automatic: dtype", choices=DTYPES)
+    recompute: tuple[str, ...] = key((), "what the backward computes again instead of keeping it", choices=RECOMPUTE)
+    offload: tuple[str, ...] = key((), "what lives in host memory", choices=OFFLOAD, now=((),))
+    zero: int = key(1, "what data-parallel ranks share out (0 to 3)", now=(1,), may_change=True)
+    dp: int = key(0, "data-parallel ranks; automatic: what remains of gpus", now=(0, 1), may_change=True)
+    tp: int = key(1, "tensor-parallel ranks", now=(1,), may_change=True)
+    pp: int = key(1, "pipeline stages", now=(1,), may_change=True)
+    pp_schedule: str = key(
+        "1f1b", "pipeline schedule", choices=("1f1b", "gpipe", "interleaved", "zb-h1"), now=("1f1b",)
+    )
+    microbatches: int = key(0, "micro-batches per micro-step; automatic: batch-size", now=(0,), may_change=True)
+    grad_reduce: str = key(
+        "reduce-scatter",
+        "how gradients are reduced",
+        choices=("reduce-scatter", "all-to-all"),
+        now=("reduce-scatter",),
+    )
+    gather_by: str = key("nccl", "what gathers weights", choices=("nccl", "copy"), now=("nccl",))
+    send_by: str = key("nccl", "what sends between pipeline stages", choices=("nccl", "copy"), now=("nccl",))
+    deterministic: bool = key(False, "the same run gives the same bits on a GPU too (on a CPU always)")
+    head_chunks: int = key(0, "pieces of the LM head; 0: automatic", at_least=0)
+    device: str = key("auto", "where it runs", choices=("auto", "cuda", "cpu"), may_change=True)
+    seed: int = key(42, "seed of everything random", at_least=0, below=2**63)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.lora_alpha <= 0:
+            raise UsageError(f"lora-alpha must be positive, got {self.lora_alpha}")
+        if not self.lora_targets:
+            raise UsageError(f"lora-targets must name at least one of {', '.join(LORA_TARGETS)}")
+        for name, order in (("lora_targets", LORA_TARGETS), ("recompute", RECOMPUTE), ("offload", OFFLOAD)):
+            items = getattr(self, name)
+            if len(set(items)) < len(items):
+                raise UsageError(f"{dashed(name)} names one thing twice: {','.join(items)}")
+            # one order, so that two ways to write a list are one configuration
+            object.__setattr__(self, name, tuple(item for item in order if item in items))
+        if self.method == "full":
+            defaults = {f.name: f.default for f in dataclasses.fields(Options)}
+            for name in ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "rslora"):
+                if getattr(self, name) != defaults[name]:
+                    raise UsageError(f"{dashed(name)} contradicts method = full; set method = lora or leave it out")
+        self._check_precision()
+
+    def _check_precision(self) -> None:
+        if self.matmul == "fp8":
+            raise UsageError("matmul = fp8 does not work yet; what works now is to leave it out (products in dtype)")
+        for name in ("matmul", "grad_dtype"):
+            value = getattr(self, name)
+            if value and self.dtype and value != self.dtype:
+                raise UsageError(
+                    f"{dashed(name)} = {value} beside dtype = {self.dtype} does not work yet; "
+                    f"what works now is {dashed(name)} = {self.dtype}, or leaving it out"
+                )
+        if self.dtype == "fp32" and self.master_dtype == "bf16":
+            raise UsageError("master-dtype = bf16 is coarser than dtype = fp32; set dtype = bf16 or leave it out")
+
+    def resolved(self) -> Self:
+        """The same configuration with everything automatic decided (this looks at the machine)."""
+        device = resolve_device(self.device)
+        dtype = self.dtype or ("bf16" if device == "cuda" else "fp32")
+        return dataclasses.replace(
+            self,
+            device=device,
+            dtype=dtype,
+            dp=self.dp or 1,
+            matmul=self.matmul or dtype,
+            grad_dtype=self.grad_dtype or dtype,
+            master_dtype=self.master_dtype or ("fp32" if self.method == "lora" else dtype),
+            m_dtype=self.m_dtype or "fp32",
+            v_dtype=self.v_dtype or "fp32",
+        )
+
+
+@dataclass(frozen=True)
+class FinetuneConfig(Options):
+    """All keys of `finetune`: those of the run, then the Trainer's options. Raises UsageError as Options does."""
+
+    model: str = key("", "directory, or Hub id found in the local cache or downloaded", required=True)
+    data: str = key(
+        "", "JSONL file(s), directory with train/validation/test.jsonl, ami, sample, or Hub id", required=True
+    )
+    eval_data: str = key("", "rows to evaluate on; automatic: those that the data directory or set has")
+    out: str = key("", "run directory; automatic: runs/NAME", may_change=True)
+    name: str = key("", "name of the run; automatic: MODEL-DATA", may_change=True)
+    method: str = key("lora", "what trains", choices=("full", "lora"))
+    adapter: str = key("", "PEFT directory to continue from")
+    train_on: str = key("all", "supervise every assistant turn, or the last only", choices=("all", "last"))
+    seq_len: int = key(1024, "tokens per row", at_least=2)
+    batch_size: int = key(4, "rows per micro-step", at_least=1)
+    grad_accum: int = key(4, "micro-steps per update", at_least=1)
+    steps: int = key(0, "updates, instead of epochs; 0: automatic", at_least=0, may_change=True, instead_of="epochs")
+    epochs: int = key(0, "passes over the data; automatic: 3", at_least=0, may_change=True, instead_of="steps")
+    lr: float = key(0.0, "learning rate; automatic: 2e-4 for LoRA, 1e-5 for full", at_least=0)
+    schedule: str = key("cosine", "how the rate falls", choices=("cosine", "linear", "constant", "wsd"))
+    warmup: float = key(0.0, "updates, or a fraction of all updates when below 1", at_least=0)
+    final_lr_fraction: float = key(0.1, "the last rate as a fraction of lr", at_least=0)
+    weight_decay: float = key(0.01, "AdamW's decoupled decay", at_least=0)
+    beta1: float = key(0.9, "AdamW", at_least=0, below=1)
+    beta2: float = key(0.95, "AdamW", at_least=0, below=1)
+    eps: float = key(1e-8, "AdamW", at_least=0)
+    grad_clip: float = key(1.0, "largest global gradient norm; 0: off", at_least=0)
+    packing: bool = key(True, "fill rows with whole documents that do not see each other")
+    truncate: str = key("prompt-start", "what happens to rows over seq-len", choices=("prompt-start", "drop", "error"))
+    eval_every: int = key(
+        0, "updates between evaluations (always at the start and the end)", at_least=0, may_change=True
+    )
+    save_every: int = key(0, "updates between checkpoints (always at the end)", at_least=0, may_change=True)
+    keep: int = key(2, "checkpoints kept", at_least=1, may_change=True)
+    keep_best: bool = key(False, "keep the best by eval-loss too", now=(False,), may_change=True)
+    resume: int | str = key("auto", "auto (the newest checkpoint, if any), a step, or never", may_change=True)
+    export_dtype: str = key("", "precision of the exported model; automatic: dtype", choices=DTYPES)
+    profile: int = key(0, "trace of so many updates", now=(0,))
+    log: tuple[str, ...] = key((), "sinks beside CSV and JSONL", now=((),), may_change=True)
+    dry_run: bool = key(False, "show what the rows become; train nothing, write nothing", may_change=True)
+    gpus: int = key(1, "GPUs (0: all)", now=(1,), may_change=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.steps and self.epochs:
+            raise UsageError(f"steps = {self.steps} and epochs = {self.epochs} contradict each other; give one of them")
+        if not self.steps and not self.epochs:
+            object.__setattr__(self, "epochs", 3)
+        if self.warmup >= 1 and self.warmup != int(self.warmup):
+            raise UsageError(f"warmup must be a whole number of updates, or a fraction below 1, got {self.warmup}")
+        if self.final_lr_fraction > 1:
+            raise UsageError(f"final-lr-fraction must be at most 1, got {self.final_lr_fraction}")
+        if isinstance(self.resume, str) and self.resume not in ("auto", "never"):
+            raise UsageError(f"resume must be auto, never or a step, got {self.resume!r}")
+        if isinstance(self.resume, int) and self.resume < 1:
+            raise UsageError(f"resume must be auto, never or a step of at least 1, got {self.resume}")
+        if self.adapter and self.method == "full":
+            raise UsageError("adapter contradicts method = full; set method = lora or leave it out")
+        if self.export_dtype and self.method == "lora":
+            raise UsageError("export-dtype concerns method = full; an adapter is saved in the precision it trains in")
+
+    def options(self) -> Options:
+        """The part that the Trainer takes."""
+        return Options(**{f.name: getattr(self, f.name) for f in dataclasses.fields(Options)})
+
+    def resolved(self) -> Self:
+        """See Options.resolved; the learning rate is decided too."""
+        lr = self.lr or (2e-4 if self.method == "lora" else 1e-5)
+        return dataclasses.replace(super().resolved(), lr=lr)
