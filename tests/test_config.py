@@ -73,7 +73,7 @@ def test_refuses_by_name(keys: dict[str, object], message: str) -> None:
         ("send_by", "copy"),
         ("keep_best", True),
         ("profile", 2),
-        ("zero", 0),
+        
         ("zero", 3),
     ],
 )

@@ -71,6 +71,7 @@ def test_import_needs_only_torch_numpy_safetensors() -> None:
         "import torch, numpy, safetensors.torch\n"
         "with_torch = set(sys.modules)\n"
         "import fullstride\n"
+        "fullstride.Trainer, fullstride.Options, fullstride.ModelConfig\n"
         "new = {name.split('.')[0] for name in set(sys.modules) - with_torch}\n"
         "print(*sorted(new - {'fullstride'} - set(sys.stdlib_module_names)))\n"
     )

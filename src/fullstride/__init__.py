@@ -2,20 +2,40 @@
 
 from __future__ import annotations
 
-from typing import Any
+import importlib
+from typing import TYPE_CHECKING, Any
 
-from fullstride.config import Options
-from fullstride.errors import ConfigError, DataError, UsageError
-from fullstride.model.spec import ModelConfig
-from fullstride.trainer.trainer import Trainer
+from fullstride.errors import ConfigError, DataError, OutOfMemory, UsageError
 from fullstride.version import __version__
 
-
-def finetune(**keys: Any) -> Any:
-    """What the command `finetune` does, with the same keys (underscores for dashes); see run/finetune."""
+if TYPE_CHECKING:
+    from fullstride.config import Options
+    from fullstride.model.spec import ModelConfig
     from fullstride.run.finetune import finetune
+    from fullstride.trainer.trainer import Trainer
 
-    return finetune(**keys)
+__all__ = [
+    "ConfigError",
+    "DataError",
+    "ModelConfig",
+    "Options",
+    "OutOfMemory",
+    "Trainer",
+    "UsageError",
+    "__version__",
+    "finetune",
+]
+
+# imported when first asked for: the command line's help should not wait for torch
+_LAZY = {
+    "ModelConfig": "fullstride.model.spec",
+    "Options": "fullstride.config",
+    "Trainer": "fullstride.trainer.trainer",
+    "finetune": "fullstride.run.finetune",
+}
 
 
-__all__ = ["ConfigError", "DataError", "ModelConfig", "Options", "Trainer", "UsageError", "__version__", "finetune"]
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'fullstride' has no attribute {name!r}")
+    return getattr(importlib.import_module(_LAZY[name]), name)

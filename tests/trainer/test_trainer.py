@@ -221,6 +221,17 @@ def test_validate_between_step_and_update_changes_nothing() -> None:
     assert torch.equal(told[0][1], told[1][1])
 
 
+def test_discarded_micro_steps_leave_no_trace() -> None:
+    a, b = make(method="lora", lora_rank=2, lora_dropout=0.5), make(method="lora", lora_rank=2, lora_dropout=0.5)
+    a.step(*batch(1, 6, [4], seed=9))
+    a.discard()
+    told = []
+    for trainer in (a, b):
+        trainer.step(*batch(1, 6, [4]))
+        told.append(trainer.update(lr=1e-2))
+    assert told[0] == told[1] and torch.equal(weights(a), weights(b))
+
+
 def test_a_micro_step_without_supervised_tokens_is_legal() -> None:
     inputs, targets = batch(1, 6, [4])
     nothing = np.full_like(targets, -100)

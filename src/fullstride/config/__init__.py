@@ -62,7 +62,7 @@ class Options:
     grad_dtype: str = key("", "precision of gradients; automatic: dtype", choices=DTYPES)
     recompute: tuple[str, ...] = key((), "what the backward computes again instead of keeping it", choices=RECOMPUTE)
     offload: tuple[str, ...] = key((), "what lives in host memory", choices=OFFLOAD, now=((),))
-    zero: int = key(1, "what data-parallel ranks share out (0 to 3)", now=(1,), may_change=True)
+    zero: int = key(1, "what data-parallel ranks share out (0 to 3)", now=(0, 1), may_change=True)
     dp: int = key(0, "data-parallel ranks; automatic: what remains of gpus", now=(0, 1), may_change=True)
     tp: int = key(1, "tensor-parallel ranks", now=(1,), may_change=True)
     pp: int = key(1, "pipeline stages", now=(1,), may_change=True)

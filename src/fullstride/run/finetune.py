@@ -238,7 +238,7 @@ class Run:
 
     def interrupted(self) -> None:
         """Save what is complete; the unfinished window is dropped."""
-        self.trainer.engine.start_from(self.done)
+        self.trainer.discard()
         self.save()
         self.log.write("interrupted", step=self.done)
         kept = f"state of step {self.done} is saved" if self.done else "no update was complete, nothing to save"

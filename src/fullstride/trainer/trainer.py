@@ -200,6 +200,10 @@ class Trainer:
             step=step, grad_clip=grad_clip, lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay
         )
 
+    def discard(self) -> None:
+        """Forget the micro-steps since the last update, as if they had not been made."""
+        self.engine.start_from(self.engine.updates)
+
     def _batch(self, inputs: Array, targets: Array, documents: Array | None) -> HostBatch:
         ids = self._checked("inputs", inputs)
         labels = self._checked("targets", targets)
