@@ -73,7 +73,6 @@ def test_refuses_by_name(keys: dict[str, object], message: str) -> None:
         ("send_by", "copy"),
         ("keep_best", True),
         ("profile", 2),
-        
         ("zero", 3),
     ],
 )
