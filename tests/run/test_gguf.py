@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.conftest import shared
 
 from fullstride.errors import ConfigError
 from fullstride.model import hf
 from fullstride.model.spec import ModelConfig, parameter_table
 from fullstride.run.gguf import import_gguf, packaged_smollm2, write_tokenizer
+from tests.conftest import shared
 
 gguf = pytest.importorskip("gguf")
 
