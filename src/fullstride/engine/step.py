@@ -135,9 +135,12 @@ class Engine:
         x = saved[0]["x"]
         embedding_fwd(weights.get("embedding")["embedding"], self.batch.ids, x)
         residual, branch = x, None
+        drops_attention = not ctx.linear.training or self.settings.recompute & {"att", "block"}
         for layer, s in enumerate(saved):
             weights.gather(f"blocks.{layer + 1}")
             residual, branch = block_fwd(self.block(layer), s, ctx, residual, branch)
+            if drops_attention:
+                s.attention = ()
             weights.release(f"blocks.{layer}")
         assert branch is not None
         return residual, branch
@@ -173,6 +176,7 @@ class Engine:
             block_recompute(w, s, ctx, self.settings.recompute)
             block_dgrad(w, g, s, ctx, dy, dx, until)
             block_wgrad(w, g, s, ctx, dy, gradients.accumulate, until)
+            s.attention = ()
             gradients.notify(f"blocks.{layer}")
             weights.release(f"blocks.{layer}")
             dy, dx = dx, dy
