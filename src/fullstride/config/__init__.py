@@ -79,6 +79,7 @@ class Options:
     gather_by: str = key("nccl", "what gathers weights", choices=("nccl", "copy"), now=("nccl",))
     send_by: str = key("nccl", "what sends between pipeline stages", choices=("nccl", "copy"), now=("nccl",))
     deterministic: bool = key(False, "the same run gives the same bits on a GPU too (on a CPU always)")
+    graphs: bool = key(True, "on a GPU, micro-steps and updates run as CUDA graphs")
     head_chunks: int = key(0, "pieces of the LM head; 0: automatic", at_least=0)
     device: str = key("auto", "where it runs", choices=("auto", "cuda", "cpu"), may_change=True)
     seed: int = key(42, "seed of everything random", at_least=0, below=2**63)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from fullstride.memory.arena import Arena
+from fullstride.memory.arena import Arena, FlatLayout
 from fullstride.model.head import HeadRows
 from fullstride.ops.attention import Documents
 from fullstride.ops.cross_entropy import IGNORED
@@ -29,17 +29,12 @@ class HostBatch:
     packed: bool
     index: np.ndarray  # rows of the N tokens that are supervised
     targets: np.ndarray
-    first_1k: np.ndarray  # bool [M]
+    tokens_1k: int  # supervised tokens in the first 1024 positions
 
     @property
     def tokens(self) -> int:
         """Number of supervised tokens."""
         return len(self.index)
-
-    @property
-    def tokens_1k(self) -> int:
-        """Number of supervised tokens in the first 1024 positions."""
-        return int(self.first_1k.sum())
 
     @classmethod
     def of(cls, inputs: np.ndarray, targets: np.ndarray, documents: np.ndarray | None) -> HostBatch:
@@ -59,7 +54,7 @@ class HostBatch:
             packed=len(starts) > rows,
             index=index.astype(np.int32),
             targets=targets.reshape(-1)[index].astype(np.int32),
-            first_1k=index % seq_len < FIRST_POSITIONS,
+            tokens_1k=int((index % seq_len < FIRST_POSITIONS).sum()),
         )
 
 
@@ -70,7 +65,10 @@ def to_device(values: np.ndarray, out: torch.Tensor) -> None:
 
 
 class DeviceBatch:
-    """The static buffers of one micro-batch of `rows` x `seq_len` tokens."""
+    """The static buffers of one micro-batch of `rows` x `seq_len` tokens, filled by one copy.
+
+    ids, positions: int32 [N]; rng: int64 [3] (seed, step, micro-step: ops/rounding); z_loss: one element, float32.
+    """
 
     def __init__(
         self, arena: Arena, rows: int, seq_len: int, head_chunks: int, stats: torch.dtype, deterministic: bool
@@ -79,34 +77,32 @@ class DeviceBatch:
         self.rows, self.seq_len, self.deterministic = rows, seq_len, deterministic
         self.chunk = -(-n // head_chunks)
         m = self.chunk * head_chunks
+        # int32 words, rng first: int64 must be aligned; every part starts at 256 bytes, as attention's kernels want
+        sizes = {"rng": 6, "z_loss": 1, "ids": n, "positions": n, "index": m, "targets": m, "boundaries": n + 1}
+        layout = FlatLayout.of(((name, (size,), False) for name, size in sizes.items()), itemsize=4)
+        self._device = arena.zeros("batch", (layout.size,), torch.int32)
+        self._host = np.zeros(layout.size, dtype=np.int32)
+        self._words = layout.views(torch.from_numpy(self._host))
+        parts = layout.views(self._device)
+        self.rng, self.z_loss = parts["rng"].view(torch.int64), parts["z_loss"].view(torch.float32)
+        self.ids, self.positions, self._boundaries = parts["ids"], parts["positions"], parts["boundaries"]
+        loss, lse = (arena.zeros("batch", (m,), stats) for _ in range(2))
+        self.head = HeadRows(parts["index"], parts["targets"], loss, lse, self.chunk, 0)
+        self.documents = Documents(self._boundaries[: rows + 1], rows, seq_len, packed=False)
 
-        def ints(size: int) -> torch.Tensor:
-            return arena.zeros("batch", (size,), torch.int32)
-
-        self.ids, self.positions, self._boundaries = ints(n), ints(n), ints(n + 1)
-        self._index, self._targets = ints(m), ints(m)
-        self.first_1k = arena.zeros("batch", (m,), torch.bool)
-        self._loss, self._lse = (arena.zeros("batch", (m,), stats) for _ in range(2))
-        self.documents: Documents
-        self.head: HeadRows
-
-    def load(self, host: HostBatch) -> None:
-        """Copy a micro-batch in; afterwards `documents` and `head` describe it."""
-        n, m = len(self.ids), len(self._index)
-        to_device(host.ids, self.ids)
-        to_device(host.positions, self.positions)
+    def load(self, host: HostBatch, rng: tuple[int, int, int], z_loss: float) -> None:
+        """Copy a micro-batch in, without waiting; afterwards `documents` and `head` describe it."""
+        words, n = self._words, self.rows * self.seq_len
+        words["rng"].view(torch.int64).copy_(torch.tensor(rng))
+        words["z_loss"].view(torch.float32).fill_(z_loss)
+        fills = {"ids": 0, "positions": 0, "index": -1, "targets": IGNORED, "boundaries": n}
+        for name, fill in fills.items():
+            values, target = getattr(host, name), words[name].numpy()
+            target[: len(values)] = values
+            target[len(values) :] = fill
+        to_device(self._host, self._device)
+        # one document a row needs no more; packed, the number of documents grows in powers of two
         num = 1 << (max(len(host.boundaries) - 1, self.rows) - 1).bit_length() if host.packed else self.rows
         boundaries = self._boundaries[: min(num, n) + 1]
-        to_device(_filled(host.boundaries, len(boundaries), n), boundaries)
         self.documents = Documents(boundaries, self.rows, self.seq_len, host.packed, self.deterministic)
-        to_device(_filled(host.index, m, -1), self._index)
-        to_device(_filled(host.targets, m, IGNORED), self._targets)
-        to_device(_filled(host.first_1k, m, False), self.first_1k)
-        num_chunks = -(-host.tokens // self.chunk)
-        self.head = HeadRows(self._index, self._targets, self._loss, self._lse, self.chunk, num_chunks)
-
-
-def _filled(values: np.ndarray, size: int, fill: int | bool) -> np.ndarray:
-    out = np.full(size, fill, dtype=values.dtype)
-    out[: len(values)] = values
-    return out
+        self.head.num_chunks = -(-host.tokens // self.chunk)

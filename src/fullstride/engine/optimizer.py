@@ -14,8 +14,12 @@ from fullstride.ops.adamw import GRAD_SCALE, AdamWBuffers, adamw, hyper_values
 from fullstride.ops.norm import sum_of_squares
 
 
+# elements of the float64 tensor `values`: AdamW's eight, then these, then the noise's key (int64 [3]) in its bits
+INV_TOKENS, GRAD_CLIP, RNG = GRAD_SCALE + 1, GRAD_SCALE + 2, GRAD_SCALE + 3
+
+
 class Optimizer:
-    """AdamW over `units`. All values that change between updates live in device tensors; nothing waits for the device.
+    """AdamW over `units`. What changes between updates lives in one device tensor; nothing waits for the device.
 
     After `step`, `grad_norm` (float64 scalar on the device) holds the norm of the mean-loss gradient before the clip.
     """
@@ -23,40 +27,34 @@ class Optimizer:
     def __init__(self, units: Iterable[TrainedUnit], arena: Arena) -> None:
         self._units = tuple(units)
         self._squares = arena.zeros("optimizer", (len(self._units),), torch.float64)
-        self._hyper = arena.zeros("optimizer", (GRAD_SCALE + 1,), torch.float64)
+        self._values = arena.zeros("optimizer", (RNG + 3,), torch.float64)
         self.grad_norm = arena.zeros("optimizer", (), torch.float64)
 
-    def step(
-        self,
-        tokens: int,
-        grad_clip: float,
-        rng: torch.Tensor,
-        *,
-        lr: float,
-        beta1: float,
-        beta2: float,
-        eps: float,
-        weight_decay: float,
-        step: int,
-    ) -> None:
-        """One update from gradients of the loss sum over `tokens` supervised tokens.
+    def load(self, rng: tuple[int, int, int], tokens: int, grad_clip: float, **hyper: float) -> None:
+        """Set the values of the next `step`: noise key, supervised tokens, clip (0: none), and hyper_values'."""
+        values = np.zeros(RNG + 3)
+        values[:GRAD_SCALE] = hyper_values(**hyper)  # type: ignore[arg-type]
+        values[INV_TOKENS], values[GRAD_CLIP] = 1 / tokens, grad_clip or np.inf
+        values[RNG:].view(np.int64)[:] = rng
+        to_device(values, self._values)
 
-        The gradient is divided by `tokens` and, when its global norm exceeds `grad_clip` (0: never), scaled to that
-        norm (Pascanu et al. 2013, arXiv 1211.5063): both in one factor, which AdamW applies as it reads.
+    def step(self) -> None:
+        """One update from gradients of the loss sum.
+
+        The gradient is divided by the number of supervised tokens and, when its global norm exceeds the clip, scaled to
+        that norm (Pascanu et al. 2013, arXiv 1211.5063): both in one factor, which AdamW applies as it reads.
         """
+        values, rng = self._values, self._values[RNG:].view(torch.int64)
         for i, unit in enumerate(self._units):
             sum_of_squares(unit.grad, self._squares[i : i + 1])
-        torch.div(self._squares.sum().sqrt(), tokens, out=self.grad_norm)
-        values = hyper_values(lr, beta1, beta2, eps, weight_decay, step)
-        to_device(np.array(values), self._hyper[:GRAD_SCALE])
-        scale = torch.full_like(self.grad_norm, 1.0)
-        if grad_clip:
-            scale = torch.clamp(grad_clip / self.grad_norm, max=1.0)
-        torch.div(scale, tokens, out=self._hyper[GRAD_SCALE])
+        torch.mul(self._squares.sum().sqrt(), values[INV_TOKENS], out=self.grad_norm)
+        clip = (values[GRAD_CLIP] / self.grad_norm).clamp(max=1.0)
+        torch.mul(clip, values[INV_TOKENS], out=values[GRAD_SCALE])
+        hyper = values[: GRAD_SCALE + 1]
         for unit in self._units:
             for decay, part in ((True, slice(0, unit.layout.decayed)), (False, slice(unit.layout.decayed, None))):
                 if unit.param[part].numel():
-                    adamw(_buffers(unit, part, decay), self._hyper, decay, rng)
+                    adamw(_buffers(unit, part, decay), hyper, decay, rng)
 
 
 def _buffers(unit: TrainedUnit, part: slice, decay: bool) -> AdamWBuffers:

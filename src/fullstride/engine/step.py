@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from fullstride.engine.batch import DeviceBatch, HostBatch
+from fullstride.engine.batch import FIRST_POSITIONS, DeviceBatch, HostBatch
+from fullstride.engine.graphs import Graphs
 from fullstride.engine.optimizer import Optimizer
 from fullstride.engine.state import Precision, State
 from fullstride.memory.arena import Arena, Scratch
@@ -29,7 +30,7 @@ from fullstride.model.block import (
     block_wgrad,
     saved_table,
 )
-from fullstride.model.head import HeadContext, HeadWeights, head_fwd_bwd, head_loss
+from fullstride.model.head import HeadContext, HeadWeights, head_begin, head_chunk, head_end
 from fullstride.model.linear import LinearContext
 from fullstride.model.lora import LINEARS, LoraSettings, adapters_of
 from fullstride.model.spec import ModelConfig
@@ -54,6 +55,7 @@ class EngineSettings:
     recompute: frozenset[str] = frozenset()
     deterministic: bool = False
     seed: int = 42
+    graphs: bool = True  # on a GPU: micro-steps and updates as CUDA graphs
     trains: bool = True  # False: no gradients, moments or saved activations, for generation
 
 
@@ -79,8 +81,7 @@ class Engine:
         num_saved = config.num_hidden_layers if settings.trains else 0
         self.saved = allocate_saved(self.saved_table, num_saved, num_tokens, settings.recompute, self.arena, dtype)
         self.rope = make_rope(config, settings.seq_len, self.arena, stats)
-        self._rng = self.arena.zeros("batch", (3,), torch.int64)
-        self._z_loss = self.arena.zeros("batch", (1,), stats)
+        self.graphs = Graphs(settings.graphs and device.type == "cuda")
         self._stats = self.arena.zeros("batch", (4,), torch.float64)
         self.updates = 0  # updates done, which with the micro-step's number keys the noise
         self.micro_steps = self._tokens = self._tokens_1k = 0
@@ -94,7 +95,7 @@ class Engine:
     def _reset(self) -> None:
         self.micro_steps = self._tokens = self._tokens_1k = 0
         self._stats.zero_()
-        self._stats[LSE_MAX] = float("-inf")
+        self._stats[LSE_MAX].fill_(float("-inf"))
 
     # ---- weights of one unit, brought here and named
 
@@ -123,7 +124,7 @@ class Engine:
         documents = self.batch.documents
         return BlockContext(
             self.config,
-            LinearContext(self.scratch, self._rng, training),
+            LinearContext(self.scratch, self.batch.rng, training),
             self.rope,
             self.batch.positions,
             documents,
@@ -147,28 +148,46 @@ class Engine:
 
     def micro_step(self, host: HostBatch, z_loss: float) -> None:
         """Forward and backward of one micro-batch; gradients add up until `update`."""
-        self.batch.load(host)
-        self._z_loss.fill_(z_loss)
-        self._set_rng(self.updates + 1, self.micro_steps)
-        gradients = self.state.gradients
-        gradients.start_micro_step(first=self.micro_steps == 0)
-        ctx = self._context(training=True)
-        residual, branch = self._forward(ctx, self.saved)
-        dy, dx = (self.scratch(name, tuple(residual.shape), self.dtype) for name in ("dx_even", "dx_odd"))
-        head, head_ctx = self.head(), HeadContext(self.config.rms_norm_eps, self._z_loss, self.scratch)
-        dhead = self._head(gradients.full)
-        head_fwd_bwd(head, dhead, head_ctx, residual, branch, self.batch.head, dy, gradients.accumulate)
-        gradients.notify("head")
-        self._add_statistics()
-        self._backward(ctx, dy, dx)
+        self.batch.load(host, (self.settings.seed, self.updates + 1, self.micro_steps), z_loss)
+        gradients, run = self.state.gradients, self.graphs.run
+        first = self.micro_steps == 0
+        if first:
+            run("zero", gradients.zero)
+        gradients.start_micro_step(first)
+        shape = self.batch.documents.packed, len(self.batch.documents.boundaries)
+        attention = run(("forward", shape), self._forward_piece)
+        for s, kept in zip(self.saved, attention, strict=True):
+            s.attention = kept
+        for i in range(self.batch.head.num_chunks):
+            accumulate = gradients.accumulate or i > 0
+            run(("head", i, accumulate), lambda i=i, accumulate=accumulate: self._head_piece(i, accumulate))
+        run(("backward", shape, gradients.accumulate), self._backward_piece)
         gradients.end_micro_step()
         self.micro_steps += 1
         self._tokens += host.tokens
         self._tokens_1k += host.tokens_1k
+    def _forward_piece(self) -> list[tuple[torch.Tensor, ...]]:
+        """Embedding, blocks and final norm; returns what attention keeps, a layer each."""
+        residual, branch = self._forward(self._context(training=True), self.saved)
+        head_begin(self.head(), self._head_context(), residual, branch, self.batch.head)
+        return [s.attention for s in self.saved]
 
-    def _backward(self, ctx: BlockContext, dy: torch.Tensor, dx: torch.Tensor) -> None:
-        """From dy, the gradient of the last block's output, down to the embedding (LoRA: to the lowest adapter)."""
-        weights, gradients = self.state.weights, self.state.gradients
+    def _head_piece(self, i: int, accumulate: bool) -> None:
+        """Loss and gradients of one chunk of supervised rows."""
+        dhead = self._head(self.state.gradients.full)
+        head_chunk(self.head(), dhead, self._head_context(), self.saved[0]["x"], self.batch.head, i, accumulate)
+
+    def _head_context(self) -> HeadContext:
+        return HeadContext(self.config.rms_norm_eps, self.batch.z_loss, self.scratch)
+
+    def _backward_piece(self) -> None:
+        """From the head down to the embedding (LoRA: to the lowest adapter)."""
+        weights, gradients, ctx = self.state.weights, self.state.gradients, self._context(training=True)
+        shape = tuple(self.saved[0]["x"].shape)
+        dy, dx = (self.scratch(name, shape, self.dtype) for name in ("dx_even", "dx_odd"))
+        self._add_statistics()
+        head_end(self.head(), self._head(gradients.full), self._head_context(), dy)
+        gradients.notify("head")
         for layer in reversed(range(self.config.num_hidden_layers)):
             weights.gather(f"blocks.{layer - 1}")
             w, g, s = self.block(layer), self._assemble(layer, gradients.full), self.saved[layer]
@@ -188,20 +207,22 @@ class Engine:
         head, stats = self.batch.head, self._stats
         supervised = head.targets_M != IGNORED
         stats[LOSS] += head.loss_M.sum(dtype=torch.float64)
-        stats[LOSS_1K] += torch.where(self.batch.first_1k, head.loss_M, 0).sum(dtype=torch.float64)
+        stats[LOSS_1K] += self._loss_1k()
         stats[LSE_SUM] += head.lse_M.sum(dtype=torch.float64)
         stats[LSE_MAX] = torch.maximum(stats[LSE_MAX], torch.where(supervised, head.lse_M, float("-inf")).max())
 
-    def _set_rng(self, step: int, micro_step: int) -> None:
-        for i, value in enumerate((self.settings.seed, step, micro_step)):
-            self._rng[i].fill_(value)
+    def _loss_1k(self) -> torch.Tensor:
+        """Loss sum over the first 1024 positions, float64 scalar."""
+        head = self.batch.head
+        early = head.index_M % self.settings.seq_len < FIRST_POSITIONS
+        return torch.where(early, head.loss_M, 0).sum(dtype=torch.float64)
 
     # ---- update and evaluation, which wait for the device
 
     def update(self, *, step: int, grad_clip: float, **hyper: float) -> dict[str, float]:
         """Divide by the supervised tokens, clip by the global norm, AdamW. Statistics of the update's micro-steps."""
-        self._set_rng(step, 0)
-        self.optimizer.step(self._tokens, grad_clip, self._rng, step=step, **hyper)
+        self.optimizer.load((self.settings.seed, step, 0), self._tokens, grad_clip, step=step, **hyper)
+        self.graphs.run("update", self.optimizer.step)
         loss, loss_1k, lse_sum, lse_max = self._stats.tolist()
         result = {
             "loss": loss / self._tokens,
@@ -227,15 +248,15 @@ class Engine:
 
     def validate(self, host: HostBatch) -> dict[str, float]:
         """Forward only, dropout off: {"loss", "loss_1k", "tokens"}. Gradients and statistics stay untouched."""
-        self.batch.load(host)
-        ctx = self._context(training=False)
+        self.batch.load(host, (self.settings.seed, 0, 0), 0.0)
+        ctx, head_ctx = self._context(training=False), self._head_context()
         # nothing is kept, so all layers may write one layer's buffers
-        residual, branch = self._forward(ctx, [self.saved[0]] * self.config.num_hidden_layers)
-        head_ctx = HeadContext(self.config.rms_norm_eps, self._z_loss, self.scratch)
-        head_loss(self.head(), head_ctx, residual, branch, self.batch.head)
-        loss_M = self.batch.head.loss_M
-        sums = torch.stack([loss_M.sum(dtype=torch.float64), torch.where(self.batch.first_1k, loss_M, 0).sum()])
-        loss, loss_1k = sums.tolist()
+        s = Saved(self.saved[0].tensors)
+        residual, branch = self._forward(ctx, [s] * self.config.num_hidden_layers)
+        head_begin(self.head(), head_ctx, residual, branch, self.batch.head)
+        for i in range(self.batch.head.num_chunks):
+            head_chunk(self.head(), None, head_ctx, s["x"], self.batch.head, i, accumulate=False)
+        loss, loss_1k = torch.stack([self.batch.head.loss_M.sum(dtype=torch.float64), self._loss_1k()]).tolist()
         return {
             "loss": loss / max(host.tokens, 1),
             "loss_1k": loss_1k / max(host.tokens_1k, 1),

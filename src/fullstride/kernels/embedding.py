@@ -7,10 +7,10 @@ import torch
 import triton
 import triton.language as tl
 
-from fullstride.kernels.grid import cdiv
+from fullstride.kernels.grid import cdiv, next_power_of_2
 
-BLOCK_ROWS = 16
-BLOCK_D = 128
+BLOCK_ROWS = 4  # of a run at once; most runs are one row
+BLOCK_D = 4096
 
 
 @triton.jit
@@ -33,7 +33,7 @@ def embedding_bwd_kernel(
         end = tl.load(run_end + first)
         cols = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
         acc = tl.zeros([BLOCK_ROWS, BLOCK_D], tl.float32)
-        for start in tl.range(first, end, BLOCK_ROWS, num_stages=3):
+        for start in range(first, end, BLOCK_ROWS):
             slots = start + tl.arange(0, BLOCK_ROWS)
             rows = tl.load(order + slots, mask=slots < end, other=0)[:, None]
             mask = (slots < end)[:, None] & (cols < D)[None, :]
@@ -47,13 +47,14 @@ def embedding_bwd(dout_ND: torch.Tensor, ids_N: torch.Tensor, dtable_VD: torch.T
     """See ops/embedding. Rows may be strided. Moves N D elements, and twice the table's rows that occur.
 
     The ids are sorted, stably, so that equal ones lie together in order of position; the program of each run's first
-    place sums the run, sixteen rows abreast, and adds the sum once.
+    place sums the run, a few rows abreast, and adds the sum once.
     """
     num_tokens, width = dout_ND.shape
+    block_d = min(BLOCK_D, next_power_of_2(width))
     assert dout_ND.stride(1) == dtable_VD.stride(1) == 1
     sorted_ids, order = torch.sort(ids_N, stable=True)
     run_end = torch.searchsorted(sorted_ids, sorted_ids, right=True, out_int32=True)
-    embedding_bwd_kernel[(num_tokens, cdiv(width, BLOCK_D))](
+    embedding_bwd_kernel[(num_tokens, cdiv(width, block_d))](
         dout_ND,
         sorted_ids,
         order,
@@ -63,6 +64,6 @@ def embedding_bwd(dout_ND: torch.Tensor, ids_N: torch.Tensor, dtable_VD: torch.T
         dtable_VD.stride(0),
         width,
         BLOCK_ROWS=BLOCK_ROWS,
-        BLOCK_D=BLOCK_D,
-        num_warps=4,
+        BLOCK_D=block_d,
+        num_warps=8 if block_d > 512 else 4,
     )

@@ -50,72 +50,61 @@ class HeadContext:
     scratch: Scratch
 
 
-def _final_norm(
-    w: HeadWeights, ctx: HeadContext, residual_ND: torch.Tensor, branch_ND: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(x_ND, normed_ND, rstd_N) in scratch, read until the micro-step's end."""
-    assert w.final_norm is not None
-    shape, dtype = tuple(residual_ND.shape), residual_ND.dtype
-    x, normed = ctx.scratch("final_x", shape, dtype), ctx.scratch("final_normed", shape, dtype)
+def _final(ctx: HeadContext, like_ND: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(x_ND, normed_ND, rstd_N) in scratch: written by head_begin, read until head_end."""
+    shape, dtype = tuple(like_ND.shape), like_ND.dtype
     rstd = ctx.scratch("final_rstd", shape[:1], torch.float64 if dtype == torch.float64 else torch.float32)
-    rms_norm_fwd(residual_ND, branch_ND, w.final_norm, ctx.eps, x, normed, rstd)
-    return x, normed, rstd
+    return ctx.scratch("final_x", shape, dtype), ctx.scratch("final_normed", shape, dtype), rstd
 
 
-def _chunk_logits(
-    w: HeadWeights, ctx: HeadContext, normed_ND: torch.Tensor, index: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(x, logits) of one chunk, in scratch."""
-    assert w.lm_head is not None
-    x = ctx.scratch("head_x", (len(index), normed_ND.shape[1]), normed_ND.dtype)
-    gather_rows(normed_ND, index, x)
-    logits = ctx.scratch("logits", (len(index), w.lm_head.shape[0]), normed_ND.dtype)
-    matmul(x, w.lm_head.t(), logits)
-    return x, logits
-
-
-def head_loss(
+def head_begin(
     w: HeadWeights, ctx: HeadContext, residual_ND: torch.Tensor, branch_ND: torch.Tensor, rows: HeadRows
 ) -> None:
-    """Forward only: overwrites rows.loss_M and rows.lse_M (0 beyond the supervised rows)."""
-    _, normed, _ = _final_norm(w, ctx, residual_ND, branch_ND)
+    """The final norm; zeroes what the chunks write by rows: losses, log-sum-exps, and the norm's incoming gradient."""
+    assert w.final_norm is not None
+    x, normed, rstd = _final(ctx, residual_ND)
+    rms_norm_fwd(residual_ND, branch_ND, w.final_norm, ctx.eps, x, normed, rstd)
+    ctx.scratch("dnormed", tuple(x.shape), x.dtype).zero_()
     rows.loss_M.zero_()
     rows.lse_M.zero_()
-    for i in range(rows.num_chunks):
-        part = slice(i * rows.chunk, (i + 1) * rows.chunk)
-        _, logits = _chunk_logits(w, ctx, normed, rows.index_M[part])
-        cross_entropy(logits, rows.targets_M[part], ctx.z_loss, rows.loss_M[part], rows.lse_M[part], backward=False)
 
 
-def head_fwd_bwd(
+def head_chunk(
     w: HeadWeights,
-    g: HeadWeights,
+    g: HeadWeights | None,
     ctx: HeadContext,
-    residual_ND: torch.Tensor,
-    branch_ND: torch.Tensor,
+    like_ND: torch.Tensor,
     rows: HeadRows,
-    dx_ND: torch.Tensor,
+    i: int,
     accumulate: bool,
 ) -> None:
-    """Loss as head_loss; overwrites dx_ND with the gradient of the loss sum (z-loss included) for residual + branch.
+    """Logits and loss of chunk i and, with `g` (None: forward only), their gradients.
 
-    g.lm_head is overwritten by the first chunk (with `accumulate`: added into); g.final_norm is added into.
+    Overwrites the chunk's part of rows.loss_M and rows.lse_M and its rows of the norm's incoming gradient; overwrites
+    g.lm_head, or with `accumulate` adds into it. like_ND gives the shape and dtype of the micro-step's activations.
     """
-    assert w.final_norm is not None and w.lm_head is not None
-    x, normed, rstd = _final_norm(w, ctx, residual_ND, branch_ND)
+    assert w.lm_head is not None
+    part = slice(i * rows.chunk, (i + 1) * rows.chunk)
+    index, targets = rows.index_M[part], rows.targets_M[part]
+    normed, dtype = _final(ctx, like_ND)[1], like_ND.dtype
+    x = ctx.scratch("head_x", (rows.chunk, normed.shape[1]), dtype)
+    gather_rows(normed, index, x)
+    logits = ctx.scratch("logits", (rows.chunk, w.lm_head.shape[0]), dtype)
+    matmul(x, w.lm_head.t(), logits)
+    cross_entropy(logits, targets, ctx.z_loss, rows.loss_M[part], rows.lse_M[part], backward=g is not None)
+    if g is None:
+        return
+    if g.lm_head is not None:
+        matmul(logits.t(), x, g.lm_head, accumulate=accumulate)
+    dx = ctx.scratch("head_dx", tuple(x.shape), dtype)
+    matmul(logits, w.lm_head, dx)
+    scatter_rows(dx, index, ctx.scratch("dnormed", tuple(like_ND.shape), dtype))
+
+
+def head_end(w: HeadWeights, g: HeadWeights, ctx: HeadContext, dx_ND: torch.Tensor) -> None:
+    """Overwrites dx_ND with the gradient of the loss sum (z-loss included) for residual + branch; adds into
+    g.final_norm."""
+    assert w.final_norm is not None
+    x, _, rstd = _final(ctx, dx_ND)
     dnormed = ctx.scratch("dnormed", tuple(x.shape), x.dtype)
-    dnormed.zero_()
-    rows.loss_M.zero_()
-    rows.lse_M.zero_()
-    if g.lm_head is not None and not accumulate and rows.num_chunks == 0:
-        g.lm_head.zero_()
-    for i in range(rows.num_chunks):
-        part = slice(i * rows.chunk, (i + 1) * rows.chunk)
-        x_chunk, logits = _chunk_logits(w, ctx, normed, rows.index_M[part])
-        cross_entropy(logits, rows.targets_M[part], ctx.z_loss, rows.loss_M[part], rows.lse_M[part], backward=True)
-        if g.lm_head is not None:
-            matmul(logits.t(), x_chunk, g.lm_head, accumulate=accumulate or i > 0)
-        dx_chunk = ctx.scratch("head_dx", tuple(x_chunk.shape), x_chunk.dtype)
-        matmul(logits, w.lm_head, dx_chunk)
-        scatter_rows(dx_chunk, rows.index_M[part], dnormed)
     rms_norm_bwd(dnormed, x, w.final_norm, rstd, None, dx_ND, g.final_norm)

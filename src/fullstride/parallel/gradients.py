@@ -1,6 +1,6 @@
 """Gradients behind one protocol: where the backward writes them, and when they are whole.
 
-    start_micro_step(first, last) -> full(unit) ... notify(unit) ... -> end_micro_step() -> shard(unit)
+    zero() -> start_micro_step(first) -> full(unit) ... notify(unit) ... -> end_micro_step() -> shard(unit)
 
 `full(unit)` gives the buffers that a unit's backward writes. Matrices are overwritten by the first product of the first
 micro-step and added into after that (`accumulate` says which), so they need no zeroing; norm weights and biases are
@@ -34,13 +34,15 @@ class UnshardedGradients:
         self._zero_whole = zero_whole
         self.accumulate = False
 
+    def zero(self) -> None:
+        """Zero what is added into from the start; called before the first micro-step of an update."""
+        for name, unit in self._units.items():
+            start = 0 if name in self._zero_whole else unit.decayed
+            unit.flat[start:].zero_()
+
     def start_micro_step(self, first: bool) -> None:
-        """Zero what is added into, if this is the first micro-step of an update."""
+        """After this, `accumulate` says whether matrices are added into, or overwritten."""
         self.accumulate = not first
-        if first:
-            for name, unit in self._units.items():
-                start = 0 if name in self._zero_whole else unit.decayed
-                unit.flat[start:].zero_()
 
     def full(self, unit: str) -> Views:
         """The buffers that the backward of `unit` writes; empty for a frozen unit."""

@@ -70,7 +70,7 @@ class Trainer:
         if chunks > tokens:
             raise ConfigError(f"head-chunks {chunks} exceeds the {tokens} tokens of a micro-step; set at most {tokens}")
         return EngineSettings(
-            self.batch_size, self.seq_len, precision, chunks, frozenset(o.recompute), o.deterministic, o.seed
+            self.batch_size, self.seq_len, precision, chunks, frozenset(o.recompute), o.deterministic, o.seed, o.graphs
         )
 
     @classmethod

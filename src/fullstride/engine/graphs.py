@@ -1,0 +1,54 @@
+"""CUDA graphs: a piece of work is captured once and replayed after that, so that the host issues it in microseconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass
+class _Captured:
+    graph: torch.cuda.CUDAGraph
+    result: Any
+
+
+class Graphs:
+    """Runs pieces of work, each under a key; with `enabled` as CUDA graphs from their third run on.
+
+    A piece's first run is eager: libraries make their plans, scratch gets its buffers. The second is captured. The work
+    must read and write the same addresses every time, with the same shapes and the same host values; whatever differs
+    otherwise belongs into the key. All graphs share one memory pool, so they run in one order on one stream, and what a
+    piece returns stays alive with it: tensors that a library made in one piece may be read by another.
+    """
+
+    def __init__(self, enabled: bool) -> None:
+        self._enabled = enabled
+        self._seen: set[Hashable] = set()
+        self._captured: dict[Hashable, _Captured] = {}
+        self._pool: Any = None
+
+    def run(self, key: Hashable, work: Callable[[], Any]) -> Any:
+        """Do `work`, eagerly or by its graph; returns what it returned (when captured: the same tensors every time)."""
+        if not self._enabled:
+            return work()
+        captured = self._captured.get(key)
+        if captured is None:
+            if key not in self._seen:
+                self._seen.add(key)
+                return work()
+            captured = self._captured[key] = self._capture(work)
+        captured.graph.replay()
+        return captured.result
+
+    def _capture(self, work: Callable[[], Any]) -> _Captured:
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # what the eager run held for the same work
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            result = work()
+        return _Captured(graph, result)
