@@ -79,7 +79,7 @@ class DeviceBatch:
         m = self.chunk * head_chunks
         # int32 words, rng first: int64 must be aligned; every part starts at 256 bytes, as attention's kernels want
         sizes = {"rng": 6, "z_loss": 1, "ids": n, "positions": n, "index": m, "targets": m, "boundaries": n + 1}
-        layout = FlatLayout.of(((name, (size,), False) for name, size in sizes.items()), itemsize=4)
+        layout = FlatLayout.of((name, (size,), False) for name, size in sizes.items())
         self._device = arena.zeros("batch", (layout.size,), torch.int32)
         self._host = np.zeros(layout.size, dtype=np.int32)
         self._words = layout.views(torch.from_numpy(self._host))

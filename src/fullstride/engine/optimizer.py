@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -19,13 +19,13 @@ INV_TOKENS, GRAD_CLIP, RNG = GRAD_SCALE + 1, GRAD_SCALE + 2, GRAD_SCALE + 3
 
 
 class Optimizer:
-    """AdamW over `units`. What changes between updates lives in one device tensor; nothing waits for the device.
+    """AdamW over `units` with the gradients that `shard(unit name)` gives. What changes between updates lives in one device tensor; nothing waits for the device.
 
     After `step`, `grad_norm` (float64 scalar on the device) holds the norm of the mean-loss gradient before the clip.
     """
 
-    def __init__(self, units: Iterable[TrainedUnit], arena: Arena) -> None:
-        self._units = tuple(units)
+    def __init__(self, units: dict[str, TrainedUnit], shard: Callable[[str], torch.Tensor], arena: Arena) -> None:
+        self._units, self._shard = units, shard
         self._squares = arena.zeros("optimizer", (len(self._units),), torch.float64)
         self._values = arena.zeros("optimizer", (RNG + 3,), torch.float64)
         self.grad_norm = arena.zeros("optimizer", (), torch.float64)
@@ -45,23 +45,23 @@ class Optimizer:
         that norm (Pascanu et al. 2013, arXiv 1211.5063): both in one factor, which AdamW applies as it reads.
         """
         values, rng = self._values, self._values[RNG:].view(torch.int64)
-        for i, unit in enumerate(self._units):
-            sum_of_squares(unit.grad, self._squares[i : i + 1])
+        for i, name in enumerate(self._units):
+            sum_of_squares(self._shard(name), self._squares[i : i + 1])
         torch.mul(self._squares.sum().sqrt(), values[INV_TOKENS], out=self.grad_norm)
         clip = (values[GRAD_CLIP] / self.grad_norm).clamp(max=1.0)
         torch.mul(clip, values[INV_TOKENS], out=values[GRAD_SCALE])
         hyper = values[: GRAD_SCALE + 1]
-        for unit in self._units:
+        for name, unit in self._units.items():
             for decay, part in ((True, slice(0, unit.layout.decayed)), (False, slice(unit.layout.decayed, None))):
                 if unit.param[part].numel():
-                    adamw(_buffers(unit, part, decay), hyper, decay, rng)
+                    adamw(_buffers(unit, self._shard(name), part, decay), hyper, decay, rng)
 
 
-def _buffers(unit: TrainedUnit, part: slice, decay: bool) -> AdamWBuffers:
+def _buffers(unit: TrainedUnit, grad: torch.Tensor, part: slice, decay: bool) -> AdamWBuffers:
     return AdamWBuffers(
         param=unit.param[part],
         master=None if unit.master is None else unit.master[part],
-        grad=unit.grad[part],
+        grad=grad[part],
         m=unit.m[part],
         v=unit.v[part],
         tensor=2 * unit.index + decay,

@@ -98,5 +98,4 @@ class State:
 
 
 def _layout(unit: Unit) -> FlatLayout:
-    # offsets fit every dtype that a copy of the buffer may have: they are multiples of 256 bytes in the narrowest
-    return FlatLayout.of(((t.name, t.shape, t.decay) for t in unit.tensors), itemsize=1)
+    return FlatLayout.of((t.name, t.shape, t.decay) for t in unit.tensors)

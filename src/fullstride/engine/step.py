@@ -9,7 +9,7 @@ documents, seeds, z-loss) lives in device tensors, so that it can be captured as
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,7 @@ from fullstride.engine.state import Precision, State
 from fullstride.memory.arena import Arena, Scratch
 from fullstride.memory.saved import Saved, SavedTensor, allocate_saved
 from fullstride.model.block import (
+    ATTENTION_DROPPED_BY,
     BlockContext,
     BlockWeights,
     block_dgrad,
@@ -67,24 +68,25 @@ class Engine:
     ) -> None:
         self.config, self.lora, self.settings, self.device = config, lora, settings, device
         self.arena = Arena(device)
-        self.scratch = Scratch(self.arena)
+        self.scratch = Scratch(self.arena, grows=False)
         dtype = settings.precision.param
         self.dtype, stats = dtype, torch.float64 if dtype == torch.float64 else torch.float32
         self.state = State(config, lora, settings.precision, self.arena, settings.trains)
-        self.optimizer = Optimizer(self.state.trained.values(), self.arena)
+        self.optimizer = Optimizer(self.state.trained, self.state.gradients.shard, self.arena)
         self.batch = DeviceBatch(
             self.arena, settings.rows, settings.seq_len, settings.head_chunks, stats, settings.deterministic
         )
         num_tokens = settings.rows * settings.seq_len
-        rows = saved_table(config, self._adapter_ranks())
-        self.saved_table = tuple(SavedTensor(n, c, frozenset(flags), wide) for n, c, flags, wide in rows)
+        self.saved_table = tuple(SavedTensor(*row) for row in saved_table(config, self._adapter_ranks()))
+        if lora is not None and lora.dropout and settings.trains:  # one buffer for linears of all widths
+            widest = max(config.hidden_size, config.q_size, config.intermediate_size)
+            self.scratch("dropped", (num_tokens, widest), dtype)
         num_saved = config.num_hidden_layers if settings.trains else 0
         self.saved = allocate_saved(self.saved_table, num_saved, num_tokens, settings.recompute, self.arena, dtype)
         self.rope = make_rope(config, settings.seq_len, self.arena, stats)
         self.graphs = Graphs(settings.graphs and device.type == "cuda")
         self._stats = self.arena.zeros("batch", (4,), torch.float64)
         self.updates = 0  # updates done, which with the micro-step's number keys the noise
-        self.micro_steps = self._tokens = self._tokens_1k = 0
         self._reset()
 
     def _adapter_ranks(self) -> dict[str, int]:
@@ -132,22 +134,33 @@ class Engine:
         )
 
     def _forward(self, ctx: BlockContext, saved: list[Saved]) -> tuple[torch.Tensor, torch.Tensor]:
-        weights = self.state.weights
         x = saved[0]["x"]
-        embedding_fwd(weights.get("embedding")["embedding"], self.batch.ids, x)
+        embedding_fwd(self.state.weights.get("embedding")["embedding"], self.batch.ids, x)
         residual, branch = x, None
-        drops_attention = not ctx.linear.training or self.settings.recompute & {"att", "block"}
-        for layer, s in enumerate(saved):
-            weights.gather(f"blocks.{layer + 1}")
-            residual, branch = block_fwd(self.block(layer), s, ctx, residual, branch)
+        drops_attention = not ctx.linear.training or self.settings.recompute & ATTENTION_DROPPED_BY
+        for layer in self._gathered(range(len(saved))):
+            residual, branch = block_fwd(self.block(layer), saved[layer], ctx, residual, branch)
             if drops_attention:
-                s.attention = ()
-            weights.release(f"blocks.{layer}")
+                saved[layer].attention = ()
         assert branch is not None
         return residual, branch
 
+    def _gathered(self, layers: range) -> Iterator[int]:
+        """`layers` in order; each block's weights are gathered one block ahead and released after their use."""
+        weights = self.state.weights
+        weights.gather(f"blocks.{layers[0]}")
+        for place, layer in enumerate(layers):
+            if place + 1 < len(layers):
+                weights.gather(f"blocks.{layers[place + 1]}")
+            yield layer
+            weights.release(f"blocks.{layer}")
+
     def micro_step(self, host: HostBatch, z_loss: float) -> None:
-        """Forward and backward of one micro-batch; gradients add up until `update`."""
+        """Forward and backward of one micro-batch; gradients add up until `update`.
+
+        The host's part is one copy into the static buffers; the rest runs in pieces that graphs replay. What they
+        depend on besides the buffers is in their keys.
+        """
         self.batch.load(host, (self.settings.seed, self.updates + 1, self.micro_steps), z_loss)
         gradients, run = self.state.gradients, self.graphs.run
         first = self.micro_steps == 0
@@ -166,6 +179,7 @@ class Engine:
         self.micro_steps += 1
         self._tokens += host.tokens
         self._tokens_1k += host.tokens_1k
+
     def _forward_piece(self) -> list[tuple[torch.Tensor, ...]]:
         """Embedding, blocks and final norm; returns what attention keeps, a layer each."""
         residual, branch = self._forward(self._context(training=True), self.saved)
@@ -182,14 +196,13 @@ class Engine:
 
     def _backward_piece(self) -> None:
         """From the head down to the embedding (LoRA: to the lowest adapter)."""
-        weights, gradients, ctx = self.state.weights, self.state.gradients, self._context(training=True)
+        gradients, ctx = self.state.gradients, self._context(training=True)
         shape = tuple(self.saved[0]["x"].shape)
         dy, dx = (self.scratch(name, shape, self.dtype) for name in ("dx_even", "dx_odd"))
         self._add_statistics()
         head_end(self.head(), self._head(gradients.full), self._head_context(), dy)
         gradients.notify("head")
-        for layer in reversed(range(self.config.num_hidden_layers)):
-            weights.gather(f"blocks.{layer - 1}")
+        for layer in self._gathered(range(self.config.num_hidden_layers)[::-1]):
             w, g, s = self.block(layer), self._assemble(layer, gradients.full), self.saved[layer]
             until = self.lora.lowest if self.lora is not None and layer == 0 else None
             block_recompute(w, s, ctx, self.settings.recompute)
@@ -197,7 +210,6 @@ class Engine:
             block_wgrad(w, g, s, ctx, dy, gradients.accumulate, until)
             s.attention = ()
             gradients.notify(f"blocks.{layer}")
-            weights.release(f"blocks.{layer}")
             dy, dx = dx, dy
         if self.lora is None:
             embedding_bwd(dy, self.batch.ids, gradients.full("embedding")["embedding"])

@@ -10,14 +10,14 @@ import torch
 
 from fullstride.errors import OutOfMemory
 
-ALIGNMENT = 256  # bytes; cuBLAS picks its algorithms by alignment
+ALIGNMENT = 256  # bytes at least; cuBLAS picks its algorithms by alignment
 
 
 @dataclass(frozen=True)
 class FlatLayout:
     """Where the tensors of a group lie in one flat buffer, in elements: decayed tensors first, then the others.
 
-    Every tensor starts at a multiple of 256 bytes. The gaps belong to the buffer; they hold zeros and stay zero, so an
+    Every tensor starts at a multiple of 256 elements. The gaps belong to the buffer; they hold zeros and stay zero, so an
     operation over the whole buffer needs no list of tensors.
     """
 
@@ -27,9 +27,12 @@ class FlatLayout:
     size: int
 
     @classmethod
-    def of(cls, tensors: Iterable[tuple[str, tuple[int, ...], bool]], itemsize: int) -> FlatLayout:
-        """Layout of (name, shape, decay) records; decayed ones must come first. `itemsize` is the narrowest dtype's."""
-        step = ALIGNMENT // itemsize
+    def of(cls, tensors: Iterable[tuple[str, tuple[int, ...], bool]]) -> FlatLayout:
+        """Layout of (name, shape, decay) records; decayed ones must come first.
+
+        Offsets are multiples of 256 elements, so that copies of the buffer in every dtype share the layout.
+        """
+        step = ALIGNMENT
         offsets: dict[str, int] = {}
         shapes: dict[str, tuple[int, ...]] = {}
         position = decayed = 0
@@ -90,8 +93,9 @@ class Scratch:
     A name has one user at a time; who reads it last is said where it is taken.
     """
 
-    def __init__(self, arena: Arena) -> None:
-        self._arena = arena
+    def __init__(self, arena: Arena, grows: bool = True) -> None:
+        """`grows` False: a name must not be taken larger than the first time, since captured graphs know its address."""
+        self._arena, self._grows = arena, grows
         self._buffers: dict[str, torch.Tensor] = {}
 
     def __call__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -100,6 +104,7 @@ class Scratch:
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < size or buffer.dtype != dtype:
             if buffer is not None:
+                assert self._grows, f"scratch {name!r} was taken smaller first"
                 self._arena.free("scratch", self._buffers.pop(name))
             buffer = self._buffers[name] = self._arena.zeros("scratch", (size,), dtype)
         return buffer[:size].view(shape)

@@ -32,7 +32,8 @@ from fullstride.ops.rms_norm import rms_norm_bwd, rms_norm_fwd
 from fullstride.ops.rope import Rope, heads, rope_bwd, rope_fwd
 from fullstride.ops.swiglu import swiglu_bwd, swiglu_fwd
 
-RECOMPUTE = ("swiglu", "norm", "ffn", "qkv", "att", "block")
+# recompute flags that drop what attention returned: its output and statistics
+ATTENTION_DROPPED_BY = frozenset({"att", "block"})
 
 # (q_NHE, k_NKE, v_NKE) -> (out_NHE, what the backward needs besides)
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, tuple[torch.Tensor, ...]]]
@@ -46,14 +47,17 @@ class SavedTensors(Protocol):
     def __getitem__(self, name: str) -> torch.Tensor: ...
 
 
-def saved_table(c: ModelConfig, adapter_ranks: dict[str, int]) -> list[tuple[str, int, tuple[str, ...], bool]]:
+SavedRow = tuple[str, int, frozenset[str], bool]
+
+
+def saved_table(c: ModelConfig, adapter_ranks: dict[str, int]) -> list[SavedRow]:
     """What a block keeps: (name, columns per token, recompute flags that drop it, float32 always).
 
     Producer and readers stand in the functions below. `adapter_ranks`: columns of each linear's u = dropout(x) A^T.
-    The attention's output and statistics come as new tensors from their library; flag `att` or `block` drops them.
+    Attention's output and statistics come as new tensors from its library (see ATTENTION_DROPPED_BY).
     """
     qkv_columns = c.q_size + 2 * c.kv_size
-    table: list[tuple[str, int, tuple[str, ...], bool]] = [
+    rows: list[tuple[str, int, tuple[str, ...], bool]] = [
         ("x", c.hidden_size, (), False),
         ("attn_rstd", 0, (), True),
         ("attn_normed", c.hidden_size, ("norm", "block"), False),
@@ -65,8 +69,9 @@ def saved_table(c: ModelConfig, adapter_ranks: dict[str, int]) -> list[tuple[str
         ("act", c.intermediate_size, ("swiglu", "ffn", "block"), False),
     ]
     if c.qk_norm:  # its backward reads the heads before the norm, so the rotated ones need a place of their own
-        table.append(("qk", c.q_size + c.kv_size, ("qkv", "block"), False))
-    return table + [(f"u_{name}", rank, (), False) for name, rank in adapter_ranks.items()]
+        rows.append(("qk", c.q_size + c.kv_size, ("qkv", "block"), False))
+    rows += [(f"u_{name}", rank, (), False) for name, rank in adapter_ranks.items()]
+    return [(name, columns, frozenset(flags), wide) for name, columns, flags, wide in rows]
 
 
 @dataclass(frozen=True)
@@ -188,7 +193,7 @@ def block_recompute(w: BlockWeights, s: SavedTensors, ctx: BlockContext, flags: 
         _attn_norm(w, s, ctx, s["x"], None)
     if flags & {"qkv", "block"}:
         _qkv(w, s, ctx)
-    if flags & {"att", "block"}:
+    if flags & ATTENTION_DROPPED_BY:
         _attention(s, ctx)
     if "block" in flags:
         _mid(w, s, ctx)
