@@ -22,7 +22,7 @@ def whole_directory(directory: Path, overwrite: bool = False) -> Iterator[Path]:
         raise ConfigError(f"{directory} is a file; choose another directory")
     if directory.is_dir() and any(directory.iterdir()) and not overwrite:
         raise ConfigError(f"{directory} is not empty; choose another directory or remove it first")
-    new, old = (directory.with_name(f".{directory.name}.{state}") for state in ("partial", "replaced"))
+    new, old = directory.with_name(f".{directory.name}.partial"), replaced(directory)
     if new.exists():  # left by a process that was killed
         shutil.rmtree(new)
     new.mkdir(parents=True)
@@ -35,9 +35,23 @@ def whole_directory(directory: Path, overwrite: bool = False) -> Iterator[Path]:
         new.rename(directory)
     except BaseException:
         shutil.rmtree(new, ignore_errors=True)
+        if old.exists() and not directory.exists():
+            old.rename(directory)
         raise
     if old.exists():
         shutil.rmtree(old)
+
+
+def replaced(directory: Path) -> Path:
+    """Where the old contents of `directory` stand while whole_directory puts new ones in their place."""
+    return directory.with_name(f".{directory.name}.replaced")
+
+
+def replace_text(file: Path, text: str) -> None:
+    """Write `text` beside `file`, then rename: a reader sees the old text or the new, never a part."""
+    beside = file.with_name(f".{file.name}.partial")
+    beside.write_text(text, encoding="utf-8")
+    beside.replace(file)
 
 
 def write_json(file: Path, value: Any) -> None:

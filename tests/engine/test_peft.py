@@ -143,6 +143,15 @@ def test_other_adapters_are_refused_by_name(base: Path, changes: dict, message: 
         trainer.import_adapter(edited(tmp_path / "adapter", **changes))
 
 
+@pytest.mark.parametrize(
+    "text", ["[]", "{", '{"peft_type": "LORA", "target_modules": ["q_proj"]}', '{"peft_type": "LORA"}']
+)
+def test_a_malformed_configuration_is_one_message(text: str, tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"adapter_config.json: "):
+        read_peft_config(tmp_path)
+
+
 def test_missing_tensor_or_directory(base: Path, tmp_path: Path) -> None:
     trainer = trained(base)
     with pytest.raises(ConfigError, match=r"no adapter_config.json"):

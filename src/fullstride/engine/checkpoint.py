@@ -19,10 +19,10 @@ from safetensors.torch import save_file
 from fullstride.engine.state import TrainedUnit
 from fullstride.engine.step import Engine
 from fullstride.errors import ConfigError
-from fullstride.files import whole_directory, write_json
+from fullstride.files import replace_text, replaced, whole_directory, write_json
 from fullstride.model.hf import Checkpoint
 
-LATEST = "latest"
+LATEST, STATE = "latest", "state.json"
 
 
 def _buffers(unit: TrainedUnit) -> dict[str, Any]:
@@ -38,47 +38,68 @@ def _identity(engine: Engine) -> dict[str, Any]:
     return json.loads(json.dumps({"model": config, "lora": lora, "precision": precision}))
 
 
+def checkpoint_name(step: int) -> str:
+    """Name of the folder of `step`."""
+    return f"step_{step:08d}"
+
+
+def steps(directory: str | Path) -> list[int]:
+    """The steps below `directory` that have a checkpoint, ascending."""
+    return sorted(int(path.parent.name.removeprefix("step_")) for path in Path(directory).glob(f"step_*/{STATE}"))
+
+
 def save_checkpoint(engine: Engine, directory: str | Path, step: int, extra: dict[str, Any]) -> Path:
     """Write the state after update `step` below `directory`, replacing an old one of that step; returns the folder."""
     directory = Path(directory)
-    folder = directory / f"step_{step:08d}"
+    folder = directory / checkpoint_name(step)
     with whole_directory(folder, overwrite=True) as new:
         for name, unit in engine.state.trained.items():
             tensors = {key: buffer.cpu() for key, buffer in _buffers(unit).items()}
             save_file(tensors, new / f"{name}.safetensors")
         record = {"step": step, **_identity(engine), "extra": extra}
-        write_json(new / "state.json", record)
-    pointer = directory / f".{LATEST}.partial"
-    pointer.write_text(folder.name + "\n", encoding="utf-8")
-    pointer.replace(directory / LATEST)
+        write_json(new / STATE, record)
+    replace_text(directory / LATEST, folder.name + "\n")
     return folder
 
 
 def find_checkpoint(directory: str | Path, step: int | str = LATEST) -> Path:
     """The folder of `step` (a number or "latest"). Raises ConfigError, naming those that exist, when there is none."""
     directory = Path(directory)
-    name = f"step_{step:08d}" if isinstance(step, int) else None
+    name = checkpoint_name(step) if isinstance(step, int) else None
     if name is None and (directory / LATEST).is_file():
         name = (directory / LATEST).read_text(encoding="utf-8").strip()
-    if name is None or not (directory / name / "state.json").is_file():
-        found = sorted(path.parent.name for path in directory.glob("step_*/state.json"))
-        raise ConfigError(f"{directory}: no checkpoint of step {step}; there are: {', '.join(found) or 'none'}")
-    return directory / name
+    # a folder that was being replaced when the process was killed stands under its other name
+    for folder in () if name is None else (directory / name, replaced(directory / name)):
+        if (folder / STATE).is_file():
+            return folder
+    found = ", ".join(map(checkpoint_name, steps(directory)))
+    raise ConfigError(f"{directory}: no checkpoint of step {step}; there are: {found or 'none'}")
 
 
 def load_checkpoint(engine: Engine, directory: str | Path, step: int | str = LATEST) -> dict[str, Any]:
     """Read a state back; returns what save_checkpoint was given as `extra`.
 
-    Raises ConfigError for a missing or damaged checkpoint and for one of another model, adapter or precision.
+    Raises ConfigError, before anything is read in, for a missing or damaged checkpoint and for one of another model,
+    adapter or precision.
     """
     folder = find_checkpoint(directory, step)
-    record = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    try:
+        record = json.loads((folder / STATE).read_text(encoding="utf-8"))
+        updates, extra = int(record["step"]), record["extra"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{folder / STATE}: damaged ({error!r}); resume from another step") from None
     for key, value in _identity(engine).items():
         if record.get(key) != value:
             raise ConfigError(f"{folder}: a checkpoint of another {key}: {record.get(key)}, this is {value}")
+    files = {name: Checkpoint(folder, f"{name}.safetensors") for name in engine.state.trained}
     for name, unit in engine.state.trained.items():
-        checkpoint = Checkpoint(folder, f"{name}.safetensors")
         for key, buffer in _buffers(unit).items():
-            buffer.copy_(checkpoint.get(key))
-    engine.start_from(int(record["step"]))
-    return record["extra"]
+            if key not in files[name].names or files[name].shape(key) != tuple(buffer.shape):
+                raise ConfigError(
+                    f"{folder / name}.safetensors: {key} is missing or has another size; resume from another step"
+                )
+    for name, unit in engine.state.trained.items():
+        for key, buffer in _buffers(unit).items():
+            buffer.copy_(files[name].get(key))
+    engine.start_from(updates)
+    return extra

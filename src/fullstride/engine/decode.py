@@ -12,7 +12,7 @@ from fullstride.engine.step import Engine, EngineSettings, make_rope
 from fullstride.engine.weights_io import import_adapter, import_weights
 from fullstride.errors import ConfigError
 from fullstride.memory.arena import Arena, Scratch
-from fullstride.memory.saved import allocate_saved
+from fullstride.memory.saved import Saved, allocate_saved
 from fullstride.model.block import BlockContext, block_fwd
 from fullstride.model.linear import LinearContext
 from fullstride.model.lora import read_peft_config
@@ -37,6 +37,7 @@ class Decoder:
         shape = (0, self.config.num_key_value_heads, self.config.head_dim)
         empty = torch.zeros(shape, dtype=engine.dtype, device=engine.device)
         self._cache = [(empty, empty)] * self.config.num_hidden_layers
+        self._written: Saved | None = None
         self.length = 0
 
     @classmethod
@@ -72,7 +73,7 @@ class Decoder:
         self._reserve(start + n)
         tokens = torch.tensor(ids, dtype=torch.int32, device=engine.device)
         positions = torch.arange(start, start + n, dtype=torch.int32, device=engine.device)
-        s = allocate_saved(engine.saved_table, 1, n, frozenset(), Arena(engine.device), engine.dtype)[0]
+        s = self._buffers(n)
         documents = Documents(positions[:0], 1, n, packed=False)  # unused: `attend` is ours
         residual, branch = s["x"], None
         embedding_fwd(engine.state.weights.get("embedding")["embedding"], tokens, residual)
@@ -90,6 +91,13 @@ class Decoder:
         assert branch is not None
         return self._last_logits(residual[-1:], branch[-1:])
 
+    def _buffers(self, n: int) -> Saved:
+        """What the layers write for n tokens; kept for the next call, which usually has one token too."""
+        if self._written is None or len(self._written["x"]) != n:
+            arena = Arena(self.engine.device)
+            self._written = allocate_saved(self.engine.saved_table, 1, n, frozenset(), arena, self.engine.dtype)[0]
+        return self._written
+
     def _attend(
         self, layer: int, start: int, q_NHE: torch.Tensor, k_NKE: torch.Tensor, v_NKE: torch.Tensor
     ) -> torch.Tensor:
@@ -97,9 +105,10 @@ class Decoder:
         n = len(q_NHE)
         keys, values = self._cache[layer]
         keys[start : start + n], values[start : start + n] = k_NKE, v_NKE
-        seen = torch.ones(n, start + n, dtype=torch.bool, device=q_NHE.device).tril(start)
         q, k, v = (x.transpose(0, 1)[None] for x in (q_NHE, keys[: start + n], values[: start + n]))
-        out = scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
+        # one new token sees everything; tokens after others need a mask, which is not square
+        seen = None if n == 1 or not start else torch.ones(n, start + n, dtype=torch.bool, device=q.device).tril(start)
+        out = scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=n > 1 and not start, enable_gqa=True)
         return out[0].transpose(0, 1).contiguous()
 
     def _last_logits(self, residual: torch.Tensor, branch: torch.Tensor) -> torch.Tensor:

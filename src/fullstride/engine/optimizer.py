@@ -13,15 +13,15 @@ from fullstride.memory.arena import Arena
 from fullstride.ops.adamw import GRAD_SCALE, AdamWBuffers, adamw, hyper_values
 from fullstride.ops.norm import sum_of_squares
 
-
 # elements of the float64 tensor `values`: AdamW's eight, then these, then the noise's key (int64 [3]) in its bits
 INV_TOKENS, GRAD_CLIP, RNG = GRAD_SCALE + 1, GRAD_SCALE + 2, GRAD_SCALE + 3
 
 
 class Optimizer:
-    """AdamW over `units` with the gradients that `shard(unit name)` gives. What changes between updates lives in one device tensor; nothing waits for the device.
+    """AdamW over `units`, with the gradients that `shard(unit name)` gives.
 
-    After `step`, `grad_norm` (float64 scalar on the device) holds the norm of the mean-loss gradient before the clip.
+    What changes between updates lives in one device tensor; nothing waits for the device. After `step`, `grad_norm`
+    (float64 scalar on the device) holds the norm of the mean-loss gradient before the clip.
     """
 
     def __init__(self, units: dict[str, TrainedUnit], shard: Callable[[str], torch.Tensor], arena: Arena) -> None:

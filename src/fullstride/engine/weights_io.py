@@ -15,7 +15,7 @@ from fullstride.errors import ConfigError
 from fullstride.files import whole_directory, write_json
 from fullstride.model.hf import Checkpoint, check_tensors, compare_tensors, read_parts, write_model
 from fullstride.model.lora import peft_config, read_peft_config
-from fullstride.model.spec import ModelConfig, TensorSpec, Unit
+from fullstride.model.spec import ModelConfig
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
@@ -26,8 +26,9 @@ def import_weights(engine: Engine, path: str | Path) -> None:
     Raises ConfigError, before any weight is read, when configuration or tensors do not fit the engine's.
     """
     found = ModelConfig.from_pretrained(path)
-    if found != engine.config:
-        raise ConfigError(f"{path}: another model than the trainer's: {_differences(found, engine.config)}")
+    differences = _differences(found, engine.config)
+    if differences:
+        raise ConfigError(f"{path}: another model than the trainer's: {differences}")
     checkpoint, state = Checkpoint(path), engine.state
     check_tensors(checkpoint, state.base, engine.config.tie_word_embeddings)
     for unit in state.base:
@@ -38,26 +39,25 @@ def import_weights(engine: Engine, path: str | Path) -> None:
 
 
 def _differences(a: ModelConfig, b: ModelConfig) -> str:
-    names = [n for n in vars(a) if n != "extra" and getattr(a, n) != getattr(b, n)]
+    harmless = ("extra", "initializer_range", "max_position_embeddings")  # they say nothing about the tensors
+    names = [n for n in vars(a) if n not in harmless and getattr(a, n) != getattr(b, n)]
     return ", ".join(f"{n} {getattr(a, n)} instead of {getattr(b, n)}" for n in names)
 
 
 def export_model(
     engine: Engine, directory: str | Path, dtype: torch.dtype, source: Path | None, overwrite: bool
 ) -> None:
-    """Write a Hugging Face directory as `dtype`; tokenizer and generation settings come from `source`, if given."""
+    """Write a Hugging Face directory as `dtype`, from the masters where there are any; tokenizer and generation
+    settings come from `source`, if given."""
     state = engine.state
     tensors = (
-        (part.hf_name, (part.stop - part.start, *spec.shape[1:]), engine.dtype, _reader(engine, unit, spec, part))
+        (part.hf_name, tuple(rows.shape), rows.dtype, rows.cpu)
         for unit in state.base
         for spec in unit.tensors
         for part in spec.parts
+        for rows in (state.values(unit)[spec.name][part.start : part.stop],)
     )
     write_model(directory, engine.config, tensors, dtype=dtype, tokenizer_from=source, overwrite=overwrite)
-
-
-def _reader(engine: Engine, unit: Unit, spec: TensorSpec, part):
-    return lambda: engine.state.tensor(unit, spec)[part.start : part.stop].cpu()
 
 
 def init_weights(engine: Engine, seed: int) -> None:

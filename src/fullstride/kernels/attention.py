@@ -65,13 +65,17 @@ def attention_bwd(
     return _flash_bwd(dout, q_NHE, k_NKE, v_NKE, out_NHE, saved, documents)
 
 
-def _check(q_NHE: torch.Tensor) -> None:
-    head_dim = q_NHE.shape[2]
+def check_head_dim(head_dim: int) -> None:
+    """See ops/attention."""
     if head_dim % 8 or head_dim > 256:
         raise ConfigError(
             "attention on a GPU needs head_dim to be a multiple of 8, at most 256; this model has "
             f"head_dim={head_dim}. Train it on the CPU, or change the model."
         )
+
+
+def _check(q_NHE: torch.Tensor) -> None:
+    check_head_dim(q_NHE.shape[2])
     if q_NHE.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise ConfigError(
             f"attention on a GPU takes bfloat16, float16 or float32, not {str(q_NHE.dtype).removeprefix('torch.')}. "

@@ -120,6 +120,8 @@ def read_peft_config(directory: str | Path) -> LoraSettings:
         raw = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(f"{file}: not valid JSON ({error})") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{file}: an adapter's configuration is a JSON object, this is a {type(raw).__name__}")
     if raw.get("peft_type") != "LORA":
         raise ConfigError(f"{file}: peft_type {raw.get('peft_type')!r} is not supported, only 'LORA'")
     plain = {"bias": ("none",), "use_dora": (False,), "fan_in_fan_out": (False,), "lora_bias": (False,)}
@@ -129,12 +131,15 @@ def read_peft_config(directory: str | Path) -> LoraSettings:
         if raw.get(key) and raw[key] not in allowed:
             raise ConfigError(f"{file}: {key} {raw[key]!r} is not supported")
     targets = raw.get("target_modules")
-    if not isinstance(targets, list) or not targets or set(targets) - set(PROJECTIONS):
+    if not isinstance(targets, list) or not targets or set(map(str, targets)) - set(PROJECTIONS):
         raise ConfigError(f"{file}: target_modules {targets!r}: supported are lists of {', '.join(PROJECTIONS)}")
-    return LoraSettings(
-        rank=int(raw["r"]),
-        alpha=float(raw["lora_alpha"]),
-        dropout=float(raw.get("lora_dropout", 0.0)),
-        targets=tuple(p for p in PROJECTIONS if p in targets),
-        rslora=bool(raw.get("use_rslora", False)),
-    )
+    try:
+        return LoraSettings(
+            rank=int(raw["r"]),
+            alpha=float(raw["lora_alpha"]),
+            dropout=float(raw.get("lora_dropout", 0.0)),
+            targets=tuple(p for p in PROJECTIONS if p in targets),
+            rslora=bool(raw.get("use_rslora", False)),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{file}: r, lora_alpha or lora_dropout is missing or not a number ({error})") from None

@@ -121,13 +121,25 @@ class ModelConfig:
     @classmethod
     def from_dict(cls, raw: dict[str, Any], where: str = "config") -> ModelConfig:
         """The configuration in the dictionary form of config.json; `where` names it in errors."""
-        names = raw.get("architectures") or []
-        if len(names) != 1 or names[0] not in ARCHITECTURES:
+        if not isinstance(raw, dict):
+            raise ConfigError(f"{where}: a model's configuration is a JSON object, this is a {type(raw).__name__}")
+        names = raw.get("architectures") or ["missing"]
+        if not isinstance(names, list) or names[0] not in ARCHITECTURES:
             raise ConfigError(
-                f"{where}: architecture {', '.join(names) or 'missing'} is not supported; "
-                f"supported are {', '.join(ARCHITECTURES)}"
+                f"{where}: architecture {names if isinstance(names, str) else ', '.join(map(str, names))} is not "
+                f"supported; supported are {', '.join(ARCHITECTURES)}"
             )
-        architecture = ARCHITECTURES[names[0]]
+        try:
+            return cls._read(raw, ARCHITECTURES[names[0]], where)
+        except (TypeError, ValueError, AttributeError, KeyError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(
+                f"{where}: a value there has the wrong form ({error}); download the model again"
+            ) from None
+
+    @classmethod
+    def _read(cls, raw: dict[str, Any], architecture: str, where: str) -> ModelConfig:
         _refuse_what_we_lack(raw, architecture, where)
         known = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
         missing = [name for name in known if name not in raw]

@@ -88,6 +88,13 @@ def attention_bwd_ref(
     return _ungrouped(dq, len(q)), dk.transpose(0, 1), dv.transpose(0, 1)
 
 
+def check_head_dim(head_dim: int) -> None:
+    """Raise ConfigError for a head size that attention on a GPU does not take."""
+    from fullstride.kernels.attention import check_head_dim as check
+
+    check(head_dim)
+
+
 def attention_fwd(
     q_NHE: torch.Tensor, k_NKE: torch.Tensor, v_NKE: torch.Tensor, documents: Documents
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:

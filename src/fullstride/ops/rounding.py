@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 
 # purposes: two uses of one tensor never share noise
-DROPOUT, WEIGHT_ROUNDING, MASTER_ROUNDING, M_ROUNDING, V_ROUNDING, INIT = range(6)
+DROPOUT, WEIGHT_ROUNDING, MASTER_ROUNDING, M_ROUNDING, V_ROUNDING = range(5)
 
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57  # Philox4x32 multipliers and key increments, as published
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85

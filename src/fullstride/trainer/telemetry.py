@@ -76,14 +76,18 @@ class PeakMemory:
         self()
 
     def __call__(self) -> int:
-        """The peak since the last call (on a CPU other than Linux's: since the process began)."""
+        """The peak since the last call; since the process began where the kernel does not let us reset it (a CPU under
+        macOS, or a container without a writable /proc)."""
         if self._device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self._device)
             torch.cuda.reset_peak_memory_stats(self._device)
             return peak
-        if sys.platform != "linux":
-            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        status = Path("/proc/self/status").read_text()
-        peak = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
-        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM (Linux, proc(5))
-        return peak * 1024
+        unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, in bytes
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        try:
+            status = Path("/proc/self/status").read_text()
+            peak = next((int(line.split()[1]) * 1024 for line in status.splitlines() if "VmHWM" in line), peak)
+            Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM (Linux, proc(5))
+        except OSError:
+            return peak
+        return peak

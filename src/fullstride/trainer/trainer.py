@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,15 @@ from fullstride.engine.step import Engine, EngineSettings
 from fullstride.errors import ConfigError
 from fullstride.model.lora import LoraSettings
 from fullstride.model.spec import ModelConfig, num_parameters
+from fullstride.ops.attention import check_head_dim
 from fullstride.ops.cross_entropy import IGNORED
 from fullstride.trainer.telemetry import PeakMemory, device_info
 
 Array = np.ndarray | torch.Tensor
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-LOGITS_BYTES = 1.25e9  # automatic head_chunks keep one chunk's logits under this
+# automatic head_chunks: logits never exist for all rows, and one chunk's stay under this many bytes
+LEAST_CHUNKS, LOGITS_BYTES = 4, 1.25e9
 
 
 class Trainer:
@@ -52,9 +55,12 @@ class Trainer:
         self.config = config
         self.options = (options or Options()).resolved()
         self.batch_size, self.seq_len, self.grad_accum, self.world_size = batch_size, seq_len, grad_accum, 1
-        self._source: Path | None = None
+        self._source: Path | None = None  # where the weights came from
+        self._has_weights = False
         device = torch.device(self.options.device)
         self.device = torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
+        if self.device.type == "cuda":
+            check_head_dim(config.head_dim)
         with torch.no_grad():
             self._engine: Engine | None = Engine(config, _lora(self.options), self._settings(), self.device)
             if self.options.method == "lora":
@@ -105,12 +111,13 @@ class Trainer:
     def import_weights(self, path: str | Path) -> None:
         """Weights of a Hugging Face directory (one or several safetensors). Raises ConfigError if they do not fit."""
         weights_io.import_weights(self.engine, path)
-        self._source = Path(path)
+        self._source, self._has_weights = Path(path), True
 
     @torch.no_grad()
     def init_weights(self, seed: int | None = None) -> None:
         """Random weights: N(0, initializer_range), norms 1, biases 0. seed: the options' by default."""
         weights_io.init_weights(self.engine, self.options.seed if seed is None else seed)
+        self._has_weights = True
 
     @torch.no_grad()
     def import_adapter(self, directory: str | Path) -> None:
@@ -123,6 +130,7 @@ class Trainer:
 
         Tokenizer and generation settings are copied from where the weights came from. Under LoRA this is the base.
         """
+        self._check_weights()
         number = DTYPES[dtype or self.options.dtype]
         weights_io.export_model(self.engine, directory, number, self._source, overwrite)
 
@@ -144,8 +152,13 @@ class Trainer:
 
     @torch.no_grad()
     def load_checkpoint(self, directory: str | Path, step: int | str = checkpoint.LATEST) -> dict[str, Any]:
-        """The training state of `step` (a number or "latest"); returns what was saved as `extra`."""
-        return checkpoint.load_checkpoint(self.engine, directory, step)
+        """The training state of `step` (a number or "latest"); returns what was saved as `extra`.
+
+        Under LoRA that is the adapters' state: the base comes from import_weights.
+        """
+        extra = checkpoint.load_checkpoint(self.engine, directory, step)
+        self._has_weights |= self.options.method == "full"  # under LoRA a checkpoint holds the adapters only
+        return extra
 
     # ---- training
 
@@ -192,7 +205,10 @@ class Trainer:
         if not engine.micro_steps:
             raise ConfigError("update needs at least one step before it")
         if not engine.tokens:
-            raise ConfigError("no supervised token since the last update (all targets are -100): nothing to learn from")
+            raise ConfigError(
+                "no supervised token since the last update (all targets are -100): nothing to learn from; call discard"
+            )
+        _check_update(lr=lr, eps=eps, weight_decay=weight_decay, grad_clip=grad_clip, beta1=beta1, beta2=beta2)
         step = engine.updates + 1 if step is None else step
         if step < 1:
             raise ConfigError(f"step counts updates from 1, got {step}")
@@ -205,6 +221,7 @@ class Trainer:
         self.engine.start_from(self.engine.updates)
 
     def _batch(self, inputs: Array, targets: Array, documents: Array | None) -> HostBatch:
+        self._check_weights()
         ids = self._checked("inputs", inputs)
         labels = self._checked("targets", targets)
         vocabulary = self.config.vocab_size
@@ -219,6 +236,10 @@ class Trainer:
                     f"{vocabulary} rows; is this the model's tokenizer?"
                 )
         return HostBatch.of(ids, labels, None if documents is None else self._checked("documents", documents))
+
+    def _check_weights(self) -> None:
+        if not self._has_weights:
+            raise ConfigError("the model has no weights yet; call import_weights or init_weights first")
 
     def _checked(self, name: str, array: Array) -> np.ndarray:
         expected = (self.batch_size, self.seq_len)
@@ -276,6 +297,15 @@ class Trainer:
             raise ConfigError(f"rank must be below world_size 1, got {rank}")
 
 
+def _check_update(**values: float) -> None:
+    """Raise ConfigError for a value that would spoil the weights: eps 0, for one, divides 0 by 0."""
+    for name, value in values.items():
+        below = 1.0 if name.startswith("beta") else math.inf
+        if not (0 <= value < below) or (name == "eps" and value == 0):
+            rule = "be positive and finite" if name == "eps" else f"lie in [0, {below})"
+            raise ConfigError(f"{name} must {rule}, got {value}")
+
+
 def _lora(options: Options) -> LoraSettings | None:
     if options.method == "full":
         return None
@@ -284,8 +314,8 @@ def _lora(options: Options) -> LoraSettings | None:
 
 
 def _head_chunks(tokens: int, row_bytes: int) -> int:
-    """The smallest power of two of chunks whose logits fit LOGITS_BYTES (at most one chunk a token)."""
-    chunks = 1
-    while chunks < tokens and -(-tokens // chunks) * row_bytes > LOGITS_BYTES:
+    """The smallest power of two of chunks, four at least, whose logits fit LOGITS_BYTES (at most one chunk a token)."""
+    chunks = LEAST_CHUNKS
+    while -(-tokens // chunks) * row_bytes > LOGITS_BYTES:
         chunks *= 2
     return min(chunks, tokens)

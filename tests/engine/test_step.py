@@ -1,0 +1,117 @@
+"""What a micro-step holds, skips and asks for, beyond the numbers."""
+
+from __future__ import annotations
+
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fullstride.engine.step as step_module
+from fullstride.engine.batch import HostBatch
+from fullstride.engine.step import Engine
+from fullstride.model.lora import LoraSettings
+from tests.oracle import make_engine, make_model, random_batch
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    make_model("llama", tied=True).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def micro_step(engine: Engine) -> None:
+    with torch.no_grad():
+        engine.micro_step(HostBatch.of(*random_batch(2, 13), None), z_loss=0.0)
+
+
+@pytest.mark.parametrize(
+    ("recompute", "most"), [((), 3), (("swiglu", "norm"), 3), (("att",), 1), (("block",), 1)], ids=str
+)
+def test_attention_outputs_alive_at_once(
+    recompute: tuple[str, ...], most: int, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three layers keep three outputs; where recompute drops them, one is alive at a time."""
+    engine = make_engine(directory, torch.float32, rows=2, seq_len=13, recompute=frozenset(recompute))
+    alive: list[weakref.ref] = []
+    counts: list[int] = []
+    original = step_module.attention_fwd
+
+    def counted(*args: Any) -> Any:
+        out, state = original(*args)
+        alive.append(weakref.ref(out))
+        counts.append(sum(ref() is not None for ref in alive))
+        return out, state
+
+    monkeypatch.setattr(step_module, "attention_fwd", counted)
+    micro_step(engine)
+    del engine.saved  # nothing else holds them
+    assert max(counts) == most
+
+
+@pytest.mark.parametrize(
+    ("targets", "products"),
+    [
+        # three layers of four linears, and the head: 13 input gradients in full; LoRA's head adds one, and the lowest
+        # block none below its lowest adapter
+        (("down_proj",), 3 * 4 - 4 + 1),
+        (("gate_proj", "down_proj"), 3 * 4 - 3 + 1),
+        (("o_proj",), 3 * 4 - 2 + 1),
+        (("q_proj", "down_proj"), 3 * 4 - 1 + 1),
+    ],
+    ids=str,
+)
+def test_no_input_gradient_below_the_lowest_adapter(
+    targets: tuple[str, ...], products: int, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counts the products whose second factor is a frozen weight as it lies: those are input gradients."""
+    import fullstride.model.head as head_module
+    import fullstride.model.linear as linear_module
+    from fullstride.ops.matmul import matmul
+
+    engine = make_engine(directory, torch.float32, 2, 13, LoraSettings(2, 4.0, 0.0, targets, False), head_chunks=1)
+    frozen = {
+        v.data_ptr() for name, views in engine.state.views.items() if "adapter" not in name for v in views.values()
+    }
+    count = 0
+
+    def counted(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, **options: Any) -> None:
+        nonlocal count
+        count += b.data_ptr() in frozen and b.is_contiguous()
+        matmul(a, b, out, **options)
+
+    monkeypatch.setattr(linear_module, "matmul", counted)
+    monkeypatch.setattr(head_module, "matmul", counted)
+    micro_step(engine)
+    assert count == products
+
+
+def test_no_weight_gradient_of_the_base(directory: Path) -> None:
+    engine = make_engine(directory, torch.float32, 2, 13, LoraSettings(2, 4.0, 0.0, ("q_proj",), False))
+    assert all("adapter" in name for name in engine.state.trained)
+    assert engine.state.gradients.full("blocks.0") == {}
+    micro_step(engine)
+
+
+def test_weights_are_gathered_one_ahead_and_released(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(directory, torch.float32, rows=2, seq_len=13)
+    weights, calls = engine.state.weights, []
+    get = weights.get
+    for name in ("gather", "release"):
+        monkeypatch.setattr(weights, name, lambda unit, name=name: calls.append((name, unit)))
+    monkeypatch.setattr(weights, "get", lambda unit: calls.append(("get", unit)) or get(unit))
+    micro_step(engine)
+    blocks = [(call, int(unit.split(".")[1])) for call, unit in calls if unit.startswith("blocks.")]
+    forward = [
+        *(("gather", 0), ("gather", 1), ("get", 0), ("release", 0)),
+        *(("gather", 2), ("get", 1), ("release", 1)),
+        *(("get", 2), ("release", 2)),
+    ]
+    backward = [
+        *(("gather", 2), ("gather", 1), ("get", 2), ("release", 2)),
+        *(("gather", 0), ("get", 1), ("release", 1)),
+        *(("get", 0), ("release", 0)),
+    ]
+    assert blocks == forward + backward

@@ -1,0 +1,62 @@
+"""Directories that appear whole or not at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fullstride.errors import ConfigError
+from fullstride.files import replace_text, whole_directory
+
+
+def contents(directory: Path) -> dict[str, str]:
+    return {str(p.relative_to(directory)): p.read_text() for p in directory.rglob("*") if p.is_file()}
+
+
+def test_new_and_replaced(tmp_path: Path) -> None:
+    for text in ("one", "two"):
+        with whole_directory(tmp_path / "d", overwrite=True) as new:
+            (new / "file").write_text(text)
+        assert contents(tmp_path) == {"d/file": text}
+
+
+def test_an_error_leaves_what_was_there(tmp_path: Path) -> None:
+    with whole_directory(tmp_path / "d") as new:
+        (new / "file").write_text("old")
+    with pytest.raises(KeyboardInterrupt), whole_directory(tmp_path / "d", overwrite=True) as new:
+        (new / "file").write_text("new")
+        raise KeyboardInterrupt
+    assert contents(tmp_path) == {"d/file": "old"}
+
+
+def test_a_failed_rename_puts_the_old_one_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with whole_directory(tmp_path / "d") as new:
+        (new / "file").write_text("old")
+    rename = Path.rename
+
+    def fails(self: Path, target: Path) -> Path:
+        if self.name.endswith(".partial"):
+            raise OSError("no space")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", fails)
+    with pytest.raises(OSError, match="no space"), whole_directory(tmp_path / "d", overwrite=True) as new:
+        (new / "file").write_text("new")
+    assert contents(tmp_path) == {"d/file": "old"}
+
+
+def test_what_is_not_to_be_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "file").write_text("mine")
+    (tmp_path / "f").write_text("a file")
+    with pytest.raises(ConfigError, match="is not empty"), whole_directory(tmp_path / "d"):
+        pass
+    with pytest.raises(ConfigError, match="is a file"), whole_directory(tmp_path / "f", overwrite=True):
+        pass
+
+
+def test_replaced_text(tmp_path: Path) -> None:
+    for text in ("one", "two"):
+        replace_text(tmp_path / "latest", text)
+        assert contents(tmp_path) == {"latest": text}
