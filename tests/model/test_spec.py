@@ -72,5 +72,5 @@ def test_what_old_files_leave_out_is_transformers_default() -> None:
     mistral = {k: v for k, v in GOOD.items() if k != "num_key_value_heads"} | {"architectures": ["MistralForCausalLM"]}
     with pytest.raises(ConfigError, match="sliding_window 4096 is active"):
         ModelConfig.from_dict(mistral | {"max_position_embeddings": 32768})
-    config = ModelConfig.from_dict(mistral | {"sliding_window": None, "num_attention_heads": 8})
+    config = ModelConfig.from_dict(mistral | {"sliding_window": None, "num_attention_heads": 8, "hidden_size": 16})
     assert config.num_key_value_heads == 8
