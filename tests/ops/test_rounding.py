@@ -6,8 +6,8 @@ import torch
 from fullstride.ops.adamw import AdamWBuffers, adamw, hyper_values
 from fullstride.ops.rounding import (
     DROPOUT,
-    INIT,
     M_ROUNDING,
+    V_ROUNDING,
     philox_ref,
     stochastic_round,
     stochastic_round_ref,
@@ -54,7 +54,7 @@ def correlation(a: torch.Tensor, b: torch.Tensor) -> float:
         ("step", words(7, 2, 2, stream(DROPOUT, 3), N)),
         ("micro-step", words(7, 1, 3, stream(DROPOUT, 3), N)),
         ("tensor", words(7, 1, 2, stream(DROPOUT, 4), N)),
-        ("purpose", words(7, 1, 2, stream(INIT, 3), N)),
+        ("purpose", words(7, 1, 2, stream(V_ROUNDING, 3), N)),
     ],
 )
 def test_noise_is_independent(name: str, other: torch.Tensor) -> None:

@@ -164,7 +164,7 @@ class Engine:
         self.batch.load(host, (self.settings.seed, self.updates + 1, self.micro_steps), z_loss)
         gradients, run = self.state.gradients, self.graphs.run
         first = self.micro_steps == 0
-        if first:
+        if first and gradients.added_into:
             run("zero", gradients.zero)
         gradients.start_micro_step(first)
         shape = self.batch.documents.packed, len(self.batch.documents.boundaries)

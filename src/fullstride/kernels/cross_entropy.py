@@ -9,18 +9,30 @@ import triton.language as tl
 
 from fullstride.kernels.grid import cdiv, next_power_of_2
 
-PROGRAMS = 0
-WARPS = 32
 LANE = 8  # neighbouring elements a thread takes at once: it keeps one running maximum and sum for them
 
 
 @triton.jit
-def _one_row(logits, target, z_loss, loss, lse_out, V, BACKWARD: tl.constexpr, LANES: tl.constexpr, LANE: tl.constexpr):
+def cross_entropy_kernel(
+    logits,
+    targets,
+    z_loss,
+    loss,
+    lse_out,
+    logits_stride,
+    V,
+    BACKWARD: tl.constexpr,
+    LANES: tl.constexpr,
+    LANE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * logits_stride
     cols = tl.arange(0, LANES)[:, None] * LANE + tl.arange(0, LANE)[None, :]
+    target = tl.load(targets + row)
     num_blocks = tl.cdiv(V, LANES * LANE)
     if target == -100:
-        tl.store(loss, 0.0)
-        tl.store(lse_out, 0.0)
+        tl.store(loss + row, 0.0)
+        tl.store(lse_out + row, 0.0)
         if BACKWARD:
             for block in range(0, num_blocks):
                 at = block * (LANES * LANE) + cols
@@ -42,8 +54,8 @@ def _one_row(logits, target, z_loss, loss, lse_out, V, BACKWARD: tl.constexpr, L
         # maximum and logarithm stay apart: in their float32 sum, logits of 1e4 would leave three digits of the loss
         log_total = tl.log(tl.sum(total * tl.exp(top - row_top), axis=0))
         lse = row_top + log_total
-        tl.store(loss, log_total - (target_logit - row_top))
-        tl.store(lse_out, lse)
+        tl.store(loss + row, log_total - (target_logit - row_top))
+        tl.store(lse_out + row, lse)
         if BACKWARD:
             scale = 1 + 2 * tl.load(z_loss).to(tl.float32) * lse
             for turn in range(0, num_blocks):
@@ -52,26 +64,6 @@ def _one_row(logits, target, z_loss, loss, lse_out, V, BACKWARD: tl.constexpr, L
                 x = tl.load(logits + at, mask=at < V, other=float("-inf"), eviction_policy="evict_first").to(tl.float32)
                 d = tl.exp(x - row_top - log_total) * scale - tl.where(at == target, 1.0, 0.0)
                 tl.store(logits + at, d, mask=at < V, cache_modifier=".cs")
-
-
-@triton.jit
-def cross_entropy_kernel(
-    logits,
-    targets,
-    z_loss,
-    loss,
-    lse_out,
-    logits_stride,
-    M,
-    V,
-    BACKWARD: tl.constexpr,
-    LANES: tl.constexpr,
-    LANE: tl.constexpr,
-):
-    for row in range(tl.program_id(0), M, tl.num_programs(0)):
-        target = tl.load(targets + row)
-        at = logits + tl.full([], row, tl.int64) * logits_stride
-        _one_row(at, target, z_loss, loss + row, lse_out + row, V, BACKWARD, LANES, LANE)
 
 
 def cross_entropy(
@@ -90,18 +82,17 @@ def cross_entropy(
     """
     num_rows, vocab_size = logits_MV.shape
     assert logits_MV.stride(1) == 1
-    lanes = max(32, min(64 * WARPS, next_power_of_2(cdiv(vocab_size, LANE))))
-    cross_entropy_kernel[(min(num_rows, PROGRAMS or num_rows),)](
+    lanes = max(32, min(2048, next_power_of_2(cdiv(vocab_size, LANE))))
+    cross_entropy_kernel[(num_rows,)](
         logits_MV,
         targets_M,
         z_loss,
         loss_M,
         lse_M,
         logits_MV.stride(0),
-        num_rows,
         vocab_size,
         BACKWARD=backward,
         LANES=lanes,
         LANE=LANE,
-        num_warps=min(WARPS, lanes // 32),
+        num_warps=min(32, lanes // 32),
     )

@@ -31,14 +31,15 @@ class UnshardedGradients:
     def __init__(self, units: dict[str, GradientUnit], zero_whole: frozenset[str]) -> None:
         """`zero_whole` names units whose matrices are added into from the start (an untied embedding)."""
         self._units = units
-        self._zero_whole = zero_whole
+        starts = {name: 0 if name in zero_whole else unit.decayed for name, unit in units.items()}
+        parts = (units[name].flat[start:] for name, start in starts.items())
+        self.added_into = [part for part in parts if part.numel()]  # from the start, so zeroed first
         self.accumulate = False
 
     def zero(self) -> None:
         """Zero what is added into from the start; called before the first micro-step of an update."""
-        for name, unit in self._units.items():
-            start = 0 if name in self._zero_whole else unit.decayed
-            unit.flat[start:].zero_()
+        for part in self.added_into:
+            part.zero_()
 
     def start_micro_step(self, first: bool) -> None:
         """After this, `accumulate` says whether matrices are added into, or overwritten."""
