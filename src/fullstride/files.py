@@ -9,6 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
 from fullstride.errors import ConfigError
 
 
@@ -52,6 +56,14 @@ def replace_text(file: Path, text: str) -> None:
     beside = file.with_name(f".{file.name}.partial")
     beside.write_text(text, encoding="utf-8")
     beside.replace(file)
+
+
+def save_tensors(tensors: dict[str, torch.Tensor], file: Path, metadata: dict[str, str] | None = None) -> None:
+    """A safetensors file of CPU tensors. Raises OSError, as other writing does, when the disk refuses it."""
+    try:
+        save_file(tensors, file, metadata)
+    except SafetensorError as error:
+        raise OSError(f"{file}: {error}") from error
 
 
 def write_json(file: Path, value: Any) -> None:

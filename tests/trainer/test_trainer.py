@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from fullstride import ConfigError, ModelConfig, Options, Trainer
+from fullstride import ConfigError, ModelConfig, Options, OutOfMemory, Trainer
 from fullstride.trainer.telemetry import FIELDS
 
 CONFIG = ModelConfig(
@@ -407,6 +408,61 @@ def test_values_that_would_spoil_the_weights(values: dict) -> None:
     with pytest.raises(ConfigError, match=f"{next(iter(values))} must"):
         trainer.update(**{"lr": 1e-3, **values})
     assert torch.equal(weights(trainer), before)
+
+
+def test_arguments_of_the_wrong_kind_are_named(tmp_path: Path) -> None:
+    trainer = make()
+    inputs, targets = batch(1, 6, [4])
+    with pytest.raises(ConfigError, match=r"z_loss must be a number, got 'a'"):
+        trainer.step(inputs, targets, z_loss="a")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"z_loss must lie in"):
+        trainer.step(inputs, targets, z_loss=-1.0)
+    with pytest.raises(ConfigError, match=r"got bfloat16 \[1, 6\]"):
+        trainer.step(torch.from_numpy(inputs).bfloat16(), targets)
+    with pytest.raises(ConfigError, match=r"got list"):
+        trainer.step([[1]], targets)  # type: ignore[arg-type]
+    trainer.step(inputs, targets)
+    for value in ("x", None):
+        with pytest.raises(ConfigError, match="lr must be a number"):
+            trainer.update(lr=value)  # type: ignore[arg-type]
+    for step in (0, -1, 1.5):
+        with pytest.raises(ConfigError, match="step must be a positive integer"):
+            trainer.update(lr=0.0, step=step)  # type: ignore[arg-type]
+    trainer.update(lr=0.0)
+    with pytest.raises(ConfigError, match=r"dtype must be one of fp32, bf16, got 'fp16'"):
+        trainer.export_model(tmp_path / "model", dtype="fp16")
+    with pytest.raises(ConfigError, match="cannot be negative"):
+        trainer.save_checkpoint(tmp_path, -1)
+    for config, options in (("path", None), (CONFIG, {})):
+        with pytest.raises(ConfigError, match=r"takes a ModelConfig and Options"):
+            Trainer(config, options, batch_size=1, seq_len=4)  # type: ignore[arg-type]
+    assert make(rows=np.int64(2)).batch_size == 2  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("rows", [2**30, 2**60], ids=str)
+def test_out_of_memory_names_the_segment(rows: int) -> None:
+    with pytest.raises(OutOfMemory, match=r"segment '\w+' asks for .* GB"):
+        Trainer(CONFIG, Options(device="cpu"), batch_size=rows, seq_len=2**20)
+
+
+def test_a_full_disk_is_an_oserror_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise SafetensorError("I/O error: No space left on device")
+
+    monkeypatch.setattr("fullstride.files.save_file", full)
+    trainer = make(method="lora")
+    for call in (lambda: trainer.save_checkpoint(tmp_path, 1), lambda: trainer.export_adapter(tmp_path / "adapter")):
+        with pytest.raises(OSError, match=r"safetensors: I/O error: No space left"):
+            call()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_damaged_latest_is_named(tmp_path: Path) -> None:
+    make().save_checkpoint(tmp_path, 3)
+    for damage in (b"\xff\xfe", b"../elsewhere\n", b""):
+        (tmp_path / "latest").write_bytes(damage)
+        with pytest.raises(ConfigError, match=r"latest"):
+            make().load_checkpoint(tmp_path)
 
 
 def test_a_trainer_without_weights_does_not_train() -> None:

@@ -14,12 +14,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
-
 from fullstride.engine.state import TrainedUnit
 from fullstride.engine.step import Engine
 from fullstride.errors import ConfigError
-from fullstride.files import replace_text, replaced, whole_directory, write_json
+from fullstride.files import replace_text, replaced, save_tensors, whole_directory, write_json
 from fullstride.model.hf import Checkpoint
 
 LATEST, STATE = "latest", "state.json"
@@ -50,12 +48,14 @@ def steps(directory: str | Path) -> list[int]:
 
 def save_checkpoint(engine: Engine, directory: str | Path, step: int, extra: dict[str, Any]) -> Path:
     """Write the state after update `step` below `directory`, replacing an old one of that step; returns the folder."""
+    if step < 0:
+        raise ConfigError(f"step counts updates and cannot be negative, got {step}")
     directory = Path(directory)
     folder = directory / checkpoint_name(step)
     with whole_directory(folder, overwrite=True) as new:
         for name, unit in engine.state.trained.items():
             tensors = {key: buffer.cpu() for key, buffer in _buffers(unit).items()}
-            save_file(tensors, new / f"{name}.safetensors")
+            save_tensors(tensors, new / f"{name}.safetensors")
         record = {"step": step, **_identity(engine), "extra": extra}
         write_json(new / STATE, record)
     replace_text(directory / LATEST, folder.name + "\n")
@@ -67,7 +67,9 @@ def find_checkpoint(directory: str | Path, step: int | str = LATEST) -> Path:
     directory = Path(directory)
     name = checkpoint_name(step) if isinstance(step, int) else None
     if name is None and (directory / LATEST).is_file():
-        name = (directory / LATEST).read_text(encoding="utf-8").strip()
+        name = (directory / LATEST).read_bytes().decode("utf-8", "replace").strip()
+        if Path(name).name != name:
+            raise ConfigError(f"{directory / LATEST}: damaged, it names {name!r}; name a step to resume from")
     # a folder that was being replaced when the process was killed stands under its other name
     for folder in () if name is None else (directory / name, replaced(directory / name)):
         if (folder / STATE).is_file():

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 
 from fullstride.engine.step import Engine
 from fullstride.errors import ConfigError
-from fullstride.files import whole_directory, write_json
+from fullstride.files import save_tensors, whole_directory, write_json
 from fullstride.model.hf import Checkpoint, check_tensors, compare_tensors, read_parts, write_model
 from fullstride.model.lora import peft_config, read_peft_config
 from fullstride.model.spec import ModelConfig
@@ -109,7 +108,7 @@ def export_adapter(engine: Engine, directory: str | Path, base_model: str | None
         raise ConfigError("there is no adapter to export: the trainer has method = full; use export_model")
     tensors = {name: tensor.cpu().contiguous() for name, tensor in _adapter_tensors(engine)}
     with whole_directory(Path(directory), overwrite) as new:
-        save_file(tensors, new / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+        save_tensors(tensors, new / ADAPTER_WEIGHTS, {"format": "pt"})
         write_json(new / "adapter_config.json", peft_config(engine.lora, base_model))
 
 

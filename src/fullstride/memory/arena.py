@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -17,8 +18,8 @@ ALIGNMENT = 256  # bytes at least; cuBLAS picks its algorithms by alignment
 class FlatLayout:
     """Where the tensors of a group lie in one flat buffer, in elements: decayed tensors first, then the others.
 
-    Every tensor starts at a multiple of 256 elements. The gaps belong to the buffer; they hold zeros and stay zero, so an
-    operation over the whole buffer needs no list of tensors.
+    Every tensor starts at a multiple of 256 elements. The gaps belong to the buffer; they hold zeros and stay zero, so
+    an operation over the whole buffer needs no list of tensors.
     """
 
     offsets: dict[str, int]
@@ -65,8 +66,12 @@ class Arena:
         """
         size = math.prod(shape) * dtype.itemsize
         try:
+            if self.device.type == "cpu" and size + sum(self.segments.values()) > _physical_memory():
+                raise MemoryError  # the kernel would promise it, and kill the process once it is used
             buffer = torch.zeros(shape, dtype=dtype, device=self.device)
-        except torch.OutOfMemoryError as error:
+        except (RuntimeError, MemoryError) as error:  # a GPU's OutOfMemoryError is a RuntimeError; a CPU's is plain
+            if self.device.type == "cuda" and not isinstance(error, torch.OutOfMemoryError):
+                raise
             held = sum(self.segments.values())
             raise OutOfMemory(
                 f"out of memory on {self.device}: segment {segment!r} asks for {size / 1e9:.2f} GB beside the "
@@ -87,6 +92,11 @@ class Arena:
         return {name: empty | {kind: size} for name, size in self.segments.items()}
 
 
+def _physical_memory() -> int:
+    """Bytes of this machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 class Scratch:
     """Named buffers that live for one block's forward or backward; the same name gives the same memory every time.
 
@@ -94,7 +104,7 @@ class Scratch:
     """
 
     def __init__(self, arena: Arena, grows: bool = True) -> None:
-        """`grows` False: a name must not be taken larger than the first time, since captured graphs know its address."""
+        """`grows` False: a name is never taken larger than the first time, since captured graphs know its address."""
         self._arena, self._grows = arena, grows
         self._buffers: dict[str, torch.Tensor] = {}
 

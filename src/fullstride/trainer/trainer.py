@@ -47,9 +47,15 @@ class Trainer:
         seq_len: int,
         grad_accum: int = 1,
     ) -> None:
-        for name, value in (("batch_size", batch_size), ("seq_len", seq_len), ("grad_accum", grad_accum)):
-            if not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name} must be a positive integer, got {value!r}")
+        if not isinstance(config, ModelConfig) or not isinstance(options, Options | None):
+            raise ConfigError(
+                f"Trainer takes a ModelConfig and Options, got {type(config).__name__} and {type(options).__name__}; "
+                "for a path: Trainer.from_pretrained"
+            )
+        batch_size, seq_len, grad_accum = (
+            _positive(name, value)
+            for name, value in (("batch_size", batch_size), ("seq_len", seq_len), ("grad_accum", grad_accum))
+        )
         if gpus != 1:
             raise ConfigError(f"gpus = {gpus}: training runs on one device now; set gpus = 1")
         self.config = config
@@ -131,6 +137,8 @@ class Trainer:
         Tokenizer and generation settings are copied from where the weights came from. Under LoRA this is the base.
         """
         self._check_weights()
+        if dtype and dtype not in DTYPES:
+            raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
         number = DTYPES[dtype or self.options.dtype]
         weights_io.export_model(self.engine, directory, number, self._source, overwrite)
 
@@ -173,6 +181,7 @@ class Trainer:
         Raises ConfigError for arrays of another shape or dtype, ids outside the vocabulary, and more than grad_accum
         micro-steps without an update.
         """
+        _check_values(z_loss=z_loss)
         if self.engine.micro_steps >= self.grad_accum:
             raise ConfigError(f"{self.grad_accum} micro-steps (grad_accum) are done; call update before the next step")
         self.engine.micro_step(self._batch(inputs, targets, documents), z_loss)
@@ -208,10 +217,9 @@ class Trainer:
             raise ConfigError(
                 "no supervised token since the last update (all targets are -100): nothing to learn from; call discard"
             )
-        _check_update(lr=lr, eps=eps, weight_decay=weight_decay, grad_clip=grad_clip, beta1=beta1, beta2=beta2)
+        _check_values(lr=lr, eps=eps, weight_decay=weight_decay, grad_clip=grad_clip, beta1=beta1, beta2=beta2)
         step = engine.updates + 1 if step is None else step
-        if step < 1:
-            raise ConfigError(f"step counts updates from 1, got {step}")
+        step = _positive("step", step)
         return engine.update(
             step=step, grad_clip=grad_clip, lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay
         )
@@ -246,9 +254,10 @@ class Trainer:
         if isinstance(array, torch.Tensor):
             if array.device.type != "cpu":
                 raise ConfigError(f"{name} must be a NumPy array or a CPU tensor, got a tensor on {array.device}")
-            array = array.numpy()
+            array = array.numpy() if array.dtype == torch.int32 else array  # the message below names other dtypes
         if not isinstance(array, np.ndarray) or array.shape != expected or array.dtype != np.int32:
-            got = f"{array.dtype} {list(array.shape)}" if isinstance(array, np.ndarray) else type(array).__name__
+            dtype, shape = getattr(array, "dtype", ""), list(getattr(array, "shape", ()))
+            got = f"{str(dtype).removeprefix('torch.')} {shape}" if shape else type(array).__name__
             raise ConfigError(f"{name} must be int32 {list(expected)} (batch_size, seq_len), got {got}")
         return array
 
@@ -297,9 +306,17 @@ class Trainer:
             raise ConfigError(f"rank must be below world_size 1, got {rank}")
 
 
-def _check_update(**values: float) -> None:
+def _positive(name: str, value: int) -> int:
+    if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{name} must be a positive integer, got {value!r}")
+    return int(value)
+
+
+def _check_values(**values: float) -> None:
     """Raise ConfigError for a value that would spoil the weights: eps 0, for one, divides 0 by 0."""
     for name, value in values.items():
+        if not isinstance(value, int | float | np.number):
+            raise ConfigError(f"{name} must be a number, got {value!r}")
         below = 1.0 if name.startswith("beta") else math.inf
         if not (0 <= value < below) or (name == "eps" and value == 0):
             rule = "be positive and finite" if name == "eps" else f"lie in [0, {below})"
