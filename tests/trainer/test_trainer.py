@@ -306,6 +306,14 @@ def test_same_seed_same_bits() -> None:
         assert told_a == told_b and torch.equal(weights_a, weights_b)
 
 
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_spoilt_parameters_are_seen(method: str) -> None:
+    trainer = make(method=method)
+    assert trainer.parameters_finite()
+    next(iter(trainer.engine.state.trained.values())).param[3] = float("nan")
+    assert not trainer.parameters_finite()
+
+
 def test_queries() -> None:
     trainer = make()
     assert trainer.gpu_info() == [dict.fromkeys(FIELDS)]

@@ -270,6 +270,13 @@ class Trainer:
         total = num_parameters(state.units)
         return (num_parameters(state.adapters) if self.options.method == "lora" else total), total
 
+    @torch.no_grad()
+    def parameters_finite(self) -> bool:
+        """Whether no trained parameter is infinite or NaN. The loss of an update is measured before it, so a checkpoint
+        of a finite loss may hold spoilt weights; this looks at the weights."""
+        values = (trained.param for trained in self.engine.state.trained.values())
+        return all(torch.isfinite(value).all() for value in values)
+
     def gpu_info(self) -> list[dict[str, Any]]:
         """One record a GPU: clocks, power, temperature, fan, memory, utilisation, throttling, PCIe; None on a CPU."""
         return [device_info(self.device)]
