@@ -5,7 +5,7 @@ CONSTRAINTS := -c constraints.txt
 
 # `make test-gpu PYTHON=python3` runs in the environment that is there (a GPU machine without network)
 ifeq ($(origin PYTHON), command line)
-RUN := PYTHONPATH=src:$(PYTHONPATH) $(PYTHON)
+RUN := PYTHONPATH=src:$$PYTHONPATH $(PYTHON)
 READY :=
 else
 RUN := $(VENV)/bin/python
@@ -17,11 +17,12 @@ endif
 demo: $(VENV)/ready-demo
 	$(VENV)/bin/python -m fullstride demo
 
+# two workers of one thread each: on two cores, threads of two workers would fight
 test: $(READY)
-	$(RUN) -m pytest -q -m "not slow and not gpu" -n 2 --dist loadgroup
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -m "not slow and not gpu" -n 2 --dist loadgroup
 
 test-slow: $(READY)
-	$(RUN) -m pytest -q -m "slow and not gpu" -n 2 --dist loadgroup
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -m "slow and not gpu" -n 2 --dist loadgroup
 
 test-gpu: $(READY)
 	$(RUN) -m pytest -q -m gpu
