@@ -3,13 +3,16 @@ PYTHON ?= python3
 VENV := .venv
 CONSTRAINTS := -c constraints.txt
 
-# `make test-gpu PYTHON=python3` runs in the environment that is there (a GPU machine without network)
-ifeq ($(origin PYTHON), command line)
-RUN := PYTHONPATH=src:$$PYTHONPATH $(PYTHON)
-READY :=
-else
 RUN := $(VENV)/bin/python
 READY := $(VENV)/ready
+
+# `make test-gpu PYTHON=python3` runs in the environment that is there (a GPU machine without network)
+ifeq ($(origin PYTHON), command line)
+GPU_RUN := PYTHONPATH=src:$$PYTHONPATH $(PYTHON)
+GPU_READY :=
+else
+GPU_RUN := $(RUN)
+GPU_READY := $(READY)
 endif
 
 .PHONY: demo test test-slow test-gpu lint clean
@@ -24,8 +27,8 @@ test: $(READY)
 test-slow: $(READY)
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -m "slow and not gpu" -n 2 --dist loadgroup
 
-test-gpu: $(READY)
-	$(RUN) -m pytest -q -m gpu
+test-gpu: $(GPU_READY)
+	$(GPU_RUN) -m pytest -q -m gpu
 
 lint: $(READY)
 	$(RUN) -m ruff check .
