@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+import typing
 from pathlib import Path
 
 import pytest
 
-from fullstride.config import FinetuneConfig, Options
-from fullstride.config.keys import build, dump_toml, help_text, parse
+from fullstride.config import DTYPES, LORA_TARGETS, FinetuneConfig, Options
+from fullstride.config.commands import BenchConfig, GenerateConfig
+from fullstride.config.keys import BOUNDS, build, dump_toml, help_text, parse
+from fullstride.data.chat import Supervise, Truncate
+from fullstride.engine.lr import SCHEDULES
 from fullstride.errors import ConfigError, UsageError
+from fullstride.model.lora import PROJECTIONS
+from fullstride.trainer import trainer
 
 RUN = {"model": "m", "data": "d.jsonl"}
 
@@ -24,7 +31,7 @@ def finetune(**keys: object) -> FinetuneConfig:
         ({"lora_dropout": 1.0}, r"lora-dropout must be below 1, got 1\.0"),
         ({"lora_dropout": -0.1}, r"lora-dropout must be at least 0"),
         ({"lora_rank": 0}, r"lora-rank must be at least 1, got 0"),
-        ({"lora_alpha": 0}, r"lora-alpha must be positive"),
+        ({"lora_alpha": 0}, r"lora-alpha must be above 0, got 0\.0; leave it out for 32\.0"),
         ({"lora_targets": "q_prj"}, r"lora-targets .*'q_prj' \(nearest: q_proj\)"),
         ({"lora_targets": ""}, r"lora-targets must name at least one"),
         ({"recompute": "ffn,ffn"}, r"recompute names one thing twice"),
@@ -35,14 +42,28 @@ def finetune(**keys: object) -> FinetuneConfig:
         ({"method": "full", "adapter": "a"}, r"adapter contradicts method = full"),
         ({"steps": 3, "epochs": 3}, r"steps = 3 and epochs = 3 contradict"),
         ({"warmup": 2.5}, r"warmup must be a whole number of updates, or a fraction"),
+        ({"warmup": -1}, r"warmup must be at least 0"),
         ({"final_lr_fraction": 2}, r"final-lr-fraction must be at most 1"),
+        ({"final_lr_fraction": -0.1}, r"final-lr-fraction must be at least 0"),
+        ({"eps": 0}, r"eps must be at least 1e-20, got 0\.0; leave it out for 1e-08"),
+        ({"eps": 1e-50}, r"eps must be at least 1e-20"),  # 0 in float32
+        ({"lr": -1e-4}, r"lr must be at least 0, got -0\.0001; leave it out for automatic"),
+        ({"lr": 2e4}, r"lr must be at most 1000"),
+        ({"lr": 10**400}, r"lr must be a finite number"),
+        ({"weight_decay": -0.1}, r"weight-decay must be at least 0"),
+        ({"lr": 0.5, "weight_decay": 3}, r"lr times weight-decay.* must be at most 1, got 0\.5 times 3; lower one"),
+        ({"weight_decay": 1e4}, r"lr times weight-decay"),  # of the automatic rate
+        ({"grad_clip": -1}, r"grad-clip must be at least 0"),
+        ({"beta1": 1}, r"beta1 must be below 1"),
+        ({"beta2": -0.1}, r"beta2 must be at least 0"),
+        ({"out": "a\0b"}, r"out must be text without zero bytes and broken characters, got 'a\\x00b'"),
+        ({"out": "a\udce9"}, r"out must be text without zero bytes"),
         ({"resume": "sometimes"}, r"resume must be auto, never or a step"),
         ({"resume": 0}, r"resume must be auto, never or a step"),
         ({"seq_len": 1}, r"seq-len must be at least 2"),
         ({"seq_len": 1.5}, r"seq-len must be a whole number, got 1\.5"),
         ({"seq_len": True}, r"seq-len must be a whole number, got True"),
         ({"lr": "fast"}, r"lr must be a finite number, got 'fast'"),
-        ({"lr": float("nan")}, r"lr must be a finite number, got nan"),
         ({"packing": "maybe"}, r"packing must be true or false"),
         ({"model": 3}, r"model must be text, got 3"),
         ({"dtype": "fp32", "master_dtype": "bf16"}, r"master-dtype = bf16 is coarser"),
@@ -123,6 +144,57 @@ def test_options_are_those_of_the_run() -> None:
     options = finetune(lora_rank=4, recompute=("ffn",), seed=7).options()
     assert type(options) is Options
     assert (options.method, options.lora_rank, options.recompute, options.seed) == ("lora", 4, ("ffn",), 7)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("cls", [FinetuneConfig, BenchConfig, GenerateConfig])
+def test_every_number_must_be_finite(cls: type, value: float) -> None:
+    needed = RUN if cls is FinetuneConfig else {"model": "m"} | ({"prompt": "p"} if cls is GenerateConfig else {})
+    numbers = [f.name for f in dataclasses.fields(cls) if f.type in ("int", "float", "int | str")]
+    assert len(numbers) >= 4
+    for name in numbers:
+        with pytest.raises(
+            UsageError, match=rf"{name.replace('_', '-')} must be a (finite|whole) number.*, got {value}"
+        ):
+            build(cls, needed | {name: value})
+
+
+def test_every_number_has_bounds() -> None:
+    """A key without any would take nonsense: -1, or what float32 has no room for."""
+    for cls in (FinetuneConfig, BenchConfig, GenerateConfig):
+        for f in dataclasses.fields(cls):
+            if f.type in ("int", "float"):
+                assert f.metadata["now"] or any(f.metadata[bound] is not None for bound, _, _ in BOUNDS), f.name
+
+
+def test_lr_0_is_automatic_and_the_help_says_so() -> None:
+    assert finetune(device="cpu", lr=0).resolved().lr == 2e-4
+    assert "learning rate; 0: automatic" in help_text(FinetuneConfig, "finetune", "summary")
+
+
+def test_choices_are_those_of_the_layers_below() -> None:
+    """config imports none of them, so the lists stand twice."""
+    assert LORA_TARGETS == PROJECTIONS
+    fields = {f.name: f for f in dataclasses.fields(FinetuneConfig)}
+    assert fields["schedule"].metadata["choices"] == SCHEDULES
+    assert tuple(trainer.DTYPES) == DTYPES
+    assert {"truncate": fields["truncate"].metadata["choices"], "train_on": fields["train_on"].metadata["choices"]} == {
+        "truncate": typing.get_args(Truncate),
+        "train_on": typing.get_args(Supervise),
+    }
+
+
+def test_graphs_can_be_switched_off() -> None:
+    assert finetune().options().graphs is True
+    config = parse(FinetuneConfig, ["--model", "m", "--data", "d", "--no-graphs"])
+    assert config.options().graphs is False
+    assert re.search(r"--graphs +on a GPU, .* CUDA graphs \(default true\)", help_text(FinetuneConfig, "finetune", "s"))
+
+
+def test_the_help_tells_what_data_is_trained_and_evaluated_on() -> None:
+    text = help_text(FinetuneConfig, "finetune", "summary")
+    assert "a directory (trains on its train.jsonl, evaluates on validation.jsonl, else test.jsonl)" in text
+    assert "ami (that Hub set: trains on train and validation, evaluates on test)" in text
 
 
 def test_two_ways_to_write_a_list_are_one_configuration() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,6 +37,18 @@ from tests.run.conftest import make_model, write_rows
         (["import-gguf", "nowhere.gguf", "out"], 1, r"nowhere\.gguf"),
         (["import-gguf", "a", "b", "c"], 2, r"unexpected 'c'"),
         (["bench", "qwen9-1b", "--device", "cpu"], 1, r"no built-in name"),
+        (
+            ["bench", "qwen3-4b", "--device", "cpu", "--json", "no/r.json"],
+            1,
+            r"json: no/r\.json must be a file in a dir",
+        ),
+        (
+            ["finetune", "--model", "x", "--data", "y", "--eps", "0"],
+            2,
+            r"eps must be at least 1e-20, got 0\.0; leave it",
+        ),
+        (["finetune", "--model", "\udce9", "--data", "y"], 2, r"model must be text without zero bytes and broken"),
+        (["finetune", "--model", "a" * 5000, "--data", "y", "--device", "cpu"], 1, r"File name too long"),
     ],
 )
 def test_errors_are_one_line_and_a_status(
@@ -72,6 +86,67 @@ def test_interrupts_are_130_and_bugs_keep_their_traceback(monkeypatch: pytest.Mo
     monkeypatch.setattr(module, "dispatch", bug)
     with pytest.raises(RuntimeError, match="ours"):
         main(["finetune"])
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device", "/runs/a"), "/runs/a: No space left on device"),
+        (PermissionError(errno.EACCES, "Permission denied", "/runs/a"), "/runs/a: Permission denied"),
+        (OSError("several\n  lines"), "several lines"),
+        (MemoryError("9 GiB"), r"out of memory \(9 GiB\); lower batch-size or seq-len"),
+    ],
+)
+def test_what_the_machine_refuses_is_one_line(
+    error: Exception, message: str, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(argv: list[str]) -> int:
+        raise error
+
+    monkeypatch.setattr(module, "dispatch", refused)
+    assert main(["finetune"]) == 1
+    assert re.fullmatch(rf"fullstride: error: {message}\n", capsys.readouterr().err)
+
+
+def help_into(stdout: Any) -> tuple[int, str]:
+    """Exit status and standard error of `--help`, whose text Python holds back until it ends."""
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run(
+        command("--help"), stdout=stdout, stderr=subprocess.PIPE, text=True, check=False, env=buffered
+    )
+    return done.returncode, done.stderr
+
+
+def test_a_full_disk_is_one_line() -> None:
+    if not Path("/dev/full").is_char_device():
+        pytest.skip("needs /dev/full, which refuses every byte")
+    with Path("/dev/full").open("w") as full:
+        assert help_into(full) == (1, "fullstride: error: [Errno 28] No space left on device\n")
+
+
+def test_a_reader_that_has_gone_is_one_line() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    assert help_into(writer) == (1, "fullstride: error: [Errno 32] Broken pipe\n")
+    os.close(writer)
+
+
+def test_a_place_that_cannot_be_written_is_one_line(model: Path, tmp_path: Path, capsys) -> None:
+    data = write_rows(tmp_path / "rows.jsonl", 6)
+    out = str(data / "run")
+    argv = ["--model", str(model), "--data", str(data), "--out", out, "--seq-len", "96", "--device", "cpu"]
+    assert main(["finetune", *argv]) == 1
+    assert re.fullmatch(r"fullstride: error: out: .*rows\.jsonl is a file.*\n", capsys.readouterr().err)
+
+
+def test_help_is_quick() -> None:
+    """No command's keys need torch."""
+    code = (
+        "import sys\nfrom fullstride.cli.main import COMMANDS, main\n"
+        "assert not any(main([name, '--help']) for name in COMMANDS)\nassert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def command(*argv: str) -> list[str]:

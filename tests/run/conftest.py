@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from fullstride.config import Options
 from fullstride.model.spec import ModelConfig
 from fullstride.run.finetune import FinetuneResult, finetune
+from fullstride.run.metrics import read_metrics
 from fullstride.trainer.trainer import Trainer
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -91,3 +93,18 @@ def keys(model: Path, data: Path, out: Path, **more: Any) -> dict[str, Any]:
 def run(model: Path, data: Path, out: Path, **more: Any) -> FinetuneResult:
     """fs.finetune with the keys of a quick run."""
     return finetune(**keys(model, data, out, **more))
+
+
+def tree(directory: Path) -> set[str]:
+    return {str(p.relative_to(directory)) for p in directory.rglob("*") if p.is_file()}
+
+
+def exact(run_directory: Path) -> list[tuple[Any, ...]]:
+    """The columns of metrics.csv that do not depend on the clock."""
+    names = ("epoch", "step", "loss", "lr", "grad_norm", "tokens", "supervised_tokens", "eval_loss")
+    return [tuple(row[name] for name in names) for row in read_metrics(run_directory / "metrics.csv")]
+
+
+def damaged(model_dir: Path, target: Path) -> Path:
+    shutil.copytree(model_dir, target)
+    return target

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
-from fullstride.cli.bench import Config
 from fullstride.config import Options
+from fullstride.config.commands import BenchConfig
 from fullstride.errors import ConfigError
 from fullstride.model.presets import PRESETS, preset
 from fullstride.model.spec import ModelConfig, num_parameters, parameter_table
+from fullstride.run import bench
 from fullstride.run.bench import check_trains, model_config, run_bench
 from fullstride.run.flops import lora_parameters, model_flops, peak_flops
 from fullstride.trainer.trainer import Trainer
@@ -53,7 +55,7 @@ def test_model_may_be_a_directory_or_a_config(model_dir: Path) -> None:
 def test_bench_on_a_cpu(model_dir: Path, tmp_path: Path, capsys) -> None:
     for method in ("full", "lora"):
         file = tmp_path / f"{method}.json"
-        config = Config(
+        config = BenchConfig(
             model=str(model_dir),
             method=method,
             seq_len=32,
@@ -68,6 +70,7 @@ def test_bench_on_a_cpu(model_dir: Path, tmp_path: Path, capsys) -> None:
         assert result["tokens_per_update"] == 2 * 2 * 32
         assert len(result["seconds_per_update"]) == 5
         assert result["tokens_per_sec"] > 0 and result["host_ms_per_micro_step"] > 0
+        assert result["dead_gradients"] == 0
         assert result["mfu"] is None and result["loss_last"] < result["loss_first"]
         assert "tokens_per_sec" in capsys.readouterr().out
 
@@ -76,12 +79,53 @@ def test_training_that_does_not_train_is_an_error() -> None:
     def metrics(*pairs: tuple[float, float]) -> list[dict[str, float]]:
         return [{"loss": loss, "grad_norm": norm} for loss, norm in pairs]
 
-    check_trains(metrics((2.0, 1.0), (1.9, 1.0)))
+    check_trains(metrics((2.0, 1.0), (1.9, 1.0)), [])
     with pytest.raises(ConfigError, match="loss on a fixed batch does not fall"):
-        check_trains(metrics((2.0, 1.0), (2.0, 1.0)))
+        check_trains(metrics((2.0, 1.0), (2.0, 1.0)), [])
+    with pytest.raises(ConfigError, match=r"bench: 5 tensors get no gradient.*: a, b, c, d \.\.\.; .* dtype = fp32"):
+        check_trains(metrics((2.0, 1.0), (1.9, 1.0)), list("abcde"))
     for norm in (0.0, float("inf"), float("nan")):
         with pytest.raises(ConfigError, match="gradient norm is zero or not finite"):
-            check_trains(metrics((2.0, 1.0), (1.9, norm)))
+            check_trains(metrics((2.0, 1.0), (1.9, norm)), [])
+
+
+@pytest.mark.parametrize(
+    ("method", "dead", "update"),
+    [
+        ("full", "model.layers.0.self_attn.k_norm.weight", 1),
+        ("lora", "base_model.model.model.layers.1.mlp.up_proj.lora_B.weight", 1),
+        ("lora", "base_model.model.model.layers.1.mlp.up_proj.lora_A.weight", 2),  # has none in the first
+    ],
+)
+def test_a_tensor_without_gradient_is_named(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, method: str, dead: str, update: int
+) -> None:
+    original = Trainer.gradients
+
+    def gradients(self: Trainer, rank: int = 0) -> dict[str, torch.Tensor]:
+        found = original(self, rank)
+        if self.engine.updates == update - 1:
+            found[dead].zero_()
+        return found
+
+    monkeypatch.setattr(Trainer, "gradients", gradients)
+    config = BenchConfig(
+        model=str(model_dir), method=method, seq_len=16, batch_size=2, grad_accum=1, updates=1, device="cpu"
+    )
+    with pytest.raises(ConfigError, match=f"bench: 1 tensors get no gradient, so they do not train: {dead}"):
+        run_bench(config)
+
+
+def test_a_result_that_cannot_be_written_is_refused_before_measuring(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "Trainer", None)
+    for file in (tmp_path / "missing" / "result.json", tmp_path):
+        with pytest.raises(ConfigError, match=rf"json: {file} must be a file in a directory that is there; make "):
+            run_bench(BenchConfig(model=str(model_dir), device="cpu", json=str(file)))
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
+    with pytest.raises(ConfigError, match=rf"json: no permission to write in {tmp_path}"):
+        run_bench(BenchConfig(model=str(model_dir), device="cpu", json=str(tmp_path / "result.json")))
 
 
 def test_flops_of_a_model_by_hand() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -19,24 +20,13 @@ from fullstride.config import FinetuneConfig
 from fullstride.config.keys import parse
 from fullstride.errors import ConfigError, DataError, UsageError
 from fullstride.run import finetune as module
-from fullstride.run.interrupt import Stopped
 from fullstride.run.metrics import COLUMNS, read_events, read_metrics
-from tests.run.conftest import TINY, VOCABULARY, make_model, run, write_rows
+from tests.run.conftest import TINY, VOCABULARY, damaged, exact, make_model, run, tree, write_rows
 
 HEADER = (
     "strategy,epoch,step,loss,tokens_per_sec,step_time_sec,peak_vram_gb,lr,"
     "grad_norm,tokens,supervised_tokens,mfu,eval_loss"
 )
-
-
-def tree(directory: Path) -> set[str]:
-    return {str(p.relative_to(directory)) for p in directory.rglob("*") if p.is_file()}
-
-
-def exact(run_directory: Path) -> list[tuple[Any, ...]]:
-    """The columns of metrics.csv that do not depend on the clock."""
-    names = ("epoch", "step", "loss", "lr", "grad_norm", "tokens", "supervised_tokens", "eval_loss")
-    return [tuple(row[name] for name in names) for row in read_metrics(run_directory / "metrics.csv")]
 
 
 # ---- what a run leaves
@@ -181,177 +171,7 @@ def test_case_3_a_short_window_weighs_as_a_long_one(model_dir: Path, tmp_path: P
         assert values == pytest.approx([values[0]] * 3, rel=1e-6)  # float32, one product more or less in the sum
 
 
-# ---- resume
-
-
-class Crash(Exception):
-    pass
-
-
-def crash_after(monkeypatch: pytest.MonkeyPatch, updates: int) -> None:
-    """Make the trainer fail in the update after so many."""
-    original, count = fs.Trainer.update, [0]
-
-    def update(self: fs.Trainer, **hyper: Any) -> dict[str, float]:
-        count[0] += 1
-        if count[0] > updates:
-            raise Crash
-        return original(self, **hyper)
-
-    monkeypatch.setattr(fs.Trainer, "update", update)
-
-
-@pytest.mark.parametrize("method", ["lora", "full"])
-def test_cases_22_and_24_resumed_equals_uninterrupted(
-    model_dir: Path, data_dir: Path, tmp_path: Path, monkeypatch, method: str
-) -> None:
-    """20 rows, batch 2, 3 epochs: 30 updates. Saved at 13, crash after 15, resumed: the same bits as without."""
-    more: dict[str, Any] = {"grad_accum": 1, "epochs": 3, "method": method, "eval_every": 14, "save_every": 13}
-    if method == "lora":
-        more["lora_dropout"] = 0.1
-    run(model_dir, data_dir, tmp_path / "whole", **more)
-    with monkeypatch.context() as patch:
-        crash_after(patch, 15)
-        with pytest.raises(Crash):
-            run(model_dir, data_dir, tmp_path / "broken", **more)
-    assert len(read_metrics(tmp_path / "broken" / "metrics.csv")) == 15
-    with (tmp_path / "broken" / "metrics.csv").open("a", encoding="utf-8") as file:
-        file.write("single,2,16,0.1")  # torn by the crash
-    with (tmp_path / "broken" / "log.jsonl").open("a", encoding="utf-8") as file:
-        file.write('{"event": "upd')
-
-    run(model_dir, data_dir, tmp_path / "broken", **more)
-    assert exact(tmp_path / "broken") == exact(tmp_path / "whole")
-    text = (tmp_path / "broken" / "metrics.csv").read_text(encoding="utf-8")
-    assert text.count("strategy") == 1
-    assert [int(row["step"]) for row in read_metrics(tmp_path / "broken" / "metrics.csv")] == list(range(1, 31))
-    events = read_events(tmp_path / "broken" / "log.jsonl")
-    assert [e["step"] for e in events if e["event"] == "update"] == list(range(1, 31))
-    assert [e["step"] for e in events if e["event"] == "resume"] == [13]
-    exported = "adapter/adapter_model.safetensors" if method == "lora" else "model/model.safetensors"
-    assert (tmp_path / "broken" / exported).read_bytes() == (tmp_path / "whole" / exported).read_bytes()
-
-
-def test_checkpoints_are_kept_and_resumed_by_number(model_dir: Path, data_dir: Path, tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    run(model_dir, data_dir, out, steps=6, save_every=1, keep=3)
-    kept = [p.name for p in sorted((out / "checkpoints").iterdir())]
-    assert kept == ["latest", "step_00000004", "step_00000005", "step_00000006"]
-    with pytest.raises(ConfigError, match=r"no checkpoint of step 2 .*there: 4, 5, 6"):
-        run(model_dir, data_dir, out, steps=6, resume=2)
-    before = exact(out)
-    result = run(model_dir, data_dir, out, steps=6, keep=3, resume=4)
-    assert result.steps == 6 and exact(out) == before
-    assert parse(FinetuneConfig, [str(out / "run.toml")]).resume == "auto"  # run.toml goes on, not back to 4 again
-    assert sorted(p.name for p in (out / "checkpoints").glob("step_*")) == ["step_00000004", "step_00000006"]
-
-
-def test_a_finished_run_may_go_on_and_may_be_repeated(model_dir: Path, data_dir: Path, tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    first = run(model_dir, data_dir, out, steps=2)
-    again = run(model_dir, data_dir, out, steps=2)
-    assert (again.steps, again.loss, again.eval_loss) == (2, None, first.eval_loss)
-    assert again.eval_loss_before == first.eval_loss_before
-    assert run(model_dir, data_dir, out, steps=4).steps == 4
-    assert [int(row["step"]) for row in read_metrics(out / "metrics.csv")] == [1, 2, 3, 4]
-
-
-def test_another_run_is_refused_and_left_alone(model_dir: Path, data_dir: Path, tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    run(model_dir, data_dir, out, steps=1)
-    before = {name: (out / name).read_bytes() for name in tree(out)}
-    with pytest.raises(ConfigError, match=r"holds another run \(lr was 0\.01, now 0\.02\); choose another --out"):
-        run(model_dir, data_dir, out, steps=1, lr=0.02)
-    with pytest.raises(ConfigError, match="holds a run and resume = never"):
-        run(model_dir, data_dir, out, steps=1, resume="never")
-    write_rows(data_dir / "train.jsonl", 19)
-    with pytest.raises(ConfigError, match=r"was started on 20 rows of .* the data now gives 19 rows"):
-        run(model_dir, data_dir, out, steps=1)
-    assert {name: (out / name).read_bytes() for name in tree(out)} == before
-
-    other = tmp_path / "papers"
-    other.mkdir()
-    (other / "thesis.tex").write_text("years of work", encoding="utf-8")
-    with pytest.raises(ConfigError, match="is not empty and holds no run"):
-        run(model_dir, data_dir, other, steps=1)
-    with pytest.raises(ConfigError, match="is a file"):
-        run(model_dir, data_dir, other / "thesis.tex", steps=1)
-    assert tree(other) == {"thesis.tex"}
-
-
-def test_keys_that_may_change_on_resume(model_dir: Path, data_dir: Path, tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    run(model_dir, data_dir, out, steps=2)
-    run(model_dir, data_dir, out, epochs=1, save_every=3, eval_every=2, keep=1)
-    assert len(read_metrics(out / "metrics.csv")) == 5
-
-
-# ---- interruption and failure
-
-
-def test_stop_drops_the_window_saves_and_resumes(
-    model_dir: Path, data_dir: Path, tmp_path: Path, monkeypatch, capsys
-) -> None:
-    """A signal in the middle of the third window: the state of update 2 is saved, and the end is the same bits."""
-    run(model_dir, data_dir, tmp_path / "whole", steps=5)
-    original, count = fs.Trainer.step, [0]
-    with monkeypatch.context() as patch:
-        stops: list[module.StopRequest] = []
-        made = module.StopRequest
-        patch.setattr(module, "StopRequest", lambda: stops.append(made()) or stops[-1])
-
-        def step(self: fs.Trainer, *batch: Any) -> None:
-            original(self, *batch)
-            count[0] += 1
-            stops[0].requested = count[0] == 5
-
-        patch.setattr(fs.Trainer, "step", step)
-        with pytest.raises(Stopped):
-            run(model_dir, data_dir, tmp_path / "stopped", steps=5)
-    out = tmp_path / "stopped"
-    assert f"state of step 2 is saved; resume with: fullstride finetune {out}/run.toml" in capsys.readouterr().out
-    assert (out / "checkpoints" / "latest").read_text(encoding="utf-8").strip() == "step_00000002"
-    assert not (out / "adapter").exists()
-    run(model_dir, data_dir, out, steps=5)
-    assert exact(out) == exact(tmp_path / "whole")
-
-
-def test_stop_during_an_evaluation_keeps_the_update(
-    model_dir: Path, data_dir: Path, tmp_path: Path, monkeypatch
-) -> None:
-    stops: list[module.StopRequest] = []
-    made, original = module.StopRequest, fs.Trainer.update
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "StopRequest", lambda: stops.append(made()) or stops[-1])
-
-        def update(self: fs.Trainer, **hyper: Any) -> dict[str, float]:
-            stops[0].requested = hyper["step"] == 2
-            return original(self, **hyper)
-
-        patch.setattr(fs.Trainer, "update", update)
-        with pytest.raises(Stopped):
-            run(model_dir, data_dir, tmp_path / "run", steps=4, eval_every=1)
-    rows = read_metrics(tmp_path / "run" / "metrics.csv")
-    assert [(row["step"], bool(row["eval_loss"])) for row in rows] == [("1", True), ("2", False)]
-    assert run(model_dir, data_dir, tmp_path / "run", steps=4, eval_every=1).steps == 4
-    assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.csv")] == ["1", "2", "3", "4"]
-
-
-def test_non_finite_loss_stops_before_anything_is_saved(
-    model_dir: Path, data_dir: Path, tmp_path: Path, monkeypatch
-) -> None:
-    original = fs.Trainer.update
-
-    def update(self: fs.Trainer, **hyper: Any) -> dict[str, float]:
-        metrics = original(self, **hyper)
-        return {**metrics, "loss": float("nan")} if hyper["step"] == 4 else metrics
-
-    monkeypatch.setattr(fs.Trainer, "update", update)
-    with pytest.raises(ConfigError, match=r"loss nan.* at step 4 \(rows .*train\.jsonl line \d+.*checkpoint of step 2"):
-        run(model_dir, data_dir, tmp_path / "run", steps=6, save_every=2)
-    assert (tmp_path / "run" / "checkpoints" / "latest").read_text(encoding="utf-8").strip() == "step_00000002"
-    assert len(read_metrics(tmp_path / "run" / "metrics.csv")) == 3
-    assert read_events(tmp_path / "run" / "log.jsonl")[-1]["event"] == "non-finite"
+# ---- the data's report
 
 
 def test_data_report_is_printed_and_logged(model_dir: Path, tmp_path: Path, capsys) -> None:
@@ -382,11 +202,6 @@ def test_dry_run_shows_rows_and_writes_nothing(
 
 
 # ---- bad input: one clear line, nothing written
-
-
-def damaged(model_dir: Path, target: Path) -> Path:
-    shutil.copytree(model_dir, target)
-    return target
 
 
 def without_tensor(model: Path) -> None:
@@ -453,3 +268,28 @@ def test_no_rows_left_is_refused(model_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no adapter_config\.json"):
         run(model_dir, write_rows(data, 3), tmp_path / "run", steps=1, adapter=tmp_path)
     assert not (tmp_path / "run").exists()
+
+
+def test_warmup_must_end_within_the_run(model_dir: Path, data_dir: Path, tmp_path: Path) -> None:
+    for steps, warmup in ((1, 50), (4, 4), (1, 1), (2, 0.9)):
+        with pytest.raises(ConfigError, match=rf"warmup = {warmup} does not end within the {steps} updates; lower it"):
+            run(model_dir, data_dir, tmp_path / "run", steps=steps, warmup=warmup)
+    assert not (tmp_path / "run").exists()
+    rates = [run_rates(model_dir, data_dir, tmp_path / str(w), warmup=w) for w in (3, 0.5)]
+    assert rates[0][2] == rates[1][1] == 1e-2
+
+
+def run_rates(model: Path, data: Path, out: Path, **more: Any) -> list[float]:
+    run(model, data, out, steps=4, schedule="constant", **more)
+    return [float(row["lr"]) for row in read_metrics(out / "metrics.csv")]
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_training(
+    model_dir: Path, data_dir: Path, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setattr(module, "Trainer", None)  # no weights are loaded
+    with pytest.raises(ConfigError, match=r"out: .*train\.jsonl is a file, so it cannot hold run"):
+        run(model_dir, data_dir, data_dir / "train.jsonl" / "run", steps=1)
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)  # root may write everywhere
+    with pytest.raises(ConfigError, match=rf"out: no permission to write in {tmp_path}; choose another place"):
+        run(model_dir, data_dir, tmp_path / "new" / "run", steps=1)

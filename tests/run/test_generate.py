@@ -5,15 +5,22 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from fullstride.config.commands import GenerateConfig
 from fullstride.engine.decode import Decoder
 from fullstride.errors import ConfigError
-from fullstride.run.generate import TextStream, choose, generate, prompt_ids, stop_ids, tokens
-from tests.run.conftest import run
+from fullstride.run import generate as module
+from fullstride.run.generate import TextStream, choose, prompt_ids, stop_ids, tokens
+from tests.run.conftest import damaged, run
+
+
+def generate(model: Path, **keys: Any) -> str:
+    return module.generate(GenerateConfig(model=str(model), device="cpu", **keys))
 
 
 def test_greedy_equals_transformers(model_dir: Path) -> None:
@@ -34,10 +41,10 @@ def test_greedy_equals_transformers(model_dir: Path) -> None:
 
 def test_an_adapter_changes_the_text(model_dir: Path, data_dir: Path, tmp_path: Path, capsys) -> None:
     result = run(model_dir, data_dir, tmp_path / "run", epochs=4, lr=3e-2)
-    question = {"prompt": "What is 3 and 0 and 1 and 2?", "max_new_tokens": 8, "device": "cpu"}
-    plain = generate(str(model_dir), **question)
+    question = {"prompt": "What is 3 and 0 and 1 and 2?", "max_new_tokens": 8}
+    plain = generate(model_dir, **question)
     capsys.readouterr()
-    tuned = generate(str(model_dir), str(result.adapter), **question)
+    tuned = generate(model_dir, adapter=str(result.adapter), **question)
     captured = capsys.readouterr()
     assert tuned != plain
     assert captured.out == tuned + "\n"
@@ -91,9 +98,7 @@ def test_sampling_follows_the_distribution_and_top_p() -> None:
 
 def test_a_seed_is_one_text(model_dir: Path) -> None:
     def text(seed: int) -> str:
-        return generate(
-            str(model_dir), prompt="a", raw=True, max_new_tokens=20, temperature=1.0, seed=seed, device="cpu"
-        )
+        return generate(model_dir, prompt="a", raw=True, max_new_tokens=20, temperature=1.0, seed=seed)
 
     assert text(1) == text(1) != text(2)
 
@@ -111,4 +116,50 @@ def test_characters_of_several_tokens_come_whole(model_dir: Path) -> None:
 
 def test_missing_prompt_file_is_named(model_dir: Path) -> None:
     with pytest.raises(ConfigError, match=r"prompt-file: nowhere\.txt cannot be read"):
-        generate(str(model_dir), prompt_file="nowhere.txt", device="cpu")
+        generate(model_dir, prompt_file="nowhere.txt")
+
+
+def test_any_temperature_gives_a_token() -> None:
+    """As small as a float can be it is the likeliest one; as large, each is as likely as the others."""
+    logits = torch.tensor([1.0, 3.0, -1e30, 2.0])
+    generator = torch.Generator().manual_seed(1)
+    assert {choose(logits, 5e-324, 1.0, generator) for _ in range(20)} == {1}
+    assert {choose(logits, 1e308, 1.0, generator) for _ in range(100)} == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("generation_config.json", b"{", r"generation_config\.json: not valid JSON .*; correct or remove it"),
+        ("generation_config.json", b"\xff", r"generation_config\.json: not valid JSON"),
+        ("generation_config.json", b"[2]", r"generation_config\.json: must hold a JSON object, got \[2\]"),
+        (
+            "generation_config.json",
+            b'{"eos_token_id": "</s>"}',
+            r"eos_token_id must be a token's id .*, got \['</s>'\]",
+        ),
+        ("generation_config.json", b'{"eos_token_id": [2, null]}', r"eos_token_id must be a token's id"),
+        ("generation_config.json", b'{"eos_token_id": 2.5}', r"eos_token_id must be a token's id"),
+        ("generation_config.json", b'{"eos_token_id": true}', r"eos_token_id must be a token's id"),
+        ("tokenizer.json", b"{", "tokenizer does not load"),
+        ("tokenizer.json", b"\xff\xfe", "tokenizer does not load"),
+        ("tokenizer_config.json", b"{", "tokenizer does not load"),
+        ("tokenizer_config.json", b"[]", "tokenizer does not load"),
+        (
+            "chat_template.jinja",
+            b"{% for m in %}",
+            "chat template fails .TemplateSyntaxError: .*; correct it, or set raw",
+        ),
+        ("chat_template.jinja", b"{{ raise_exception('no users') }}", "chat template fails .TemplateError: no users"),
+        ("chat_template.jinja", b"{{ messages + 1 }}", "chat template fails .TypeError: "),
+    ],
+)
+def test_odd_files_are_named_in_one_line(
+    model_dir: Path, tmp_path: Path, monkeypatch, name: str, content: bytes, message: str
+) -> None:
+    model = damaged(model_dir, tmp_path / "model")
+    (model / name).write_bytes(content)
+    monkeypatch.setattr(module, "Decoder", None)  # no weights are loaded
+    with pytest.raises(ConfigError, match=message) as error:
+        generate(model, prompt="a")
+    assert "\n" not in str(error.value)

@@ -295,19 +295,22 @@ def test_other_architectures_and_keys_are_refused_by_name(tmp_path: Path, tokeni
     write_gguf(tmp_path / "m.gguf", "gemma2", {}, {"token_embd.weight": np.ones((4, 4), np.float32)})
     with pytest.raises(ConfigError, match="architecture 'gemma2' is not supported; llama, qwen2, qwen3 are"):
         import_gguf(tmp_path / "m.gguf", tmp_path / "out", tokenizer=tokenizer)
-    with pytest.raises(ConfigError, match="dtype must be bf16 or fp32, got 'fp16'"):
+    with pytest.raises(ConfigError, match="dtype must be fp32 or bf16, got 'fp16'"):
         import_gguf(tmp_path / "m.gguf", tmp_path / "out", "fp16")
     with pytest.raises(ConfigError, match=r"absent\.gguf: no such file"):
         import_gguf(tmp_path / "absent.gguf", tmp_path / "out")
 
 
-def test_an_output_directory_in_use_is_kept(tmp_path: Path, tokenizer: Path) -> None:
+def test_directories_that_do_not_fit(tmp_path: Path, tokenizer: Path) -> None:
     make(tmp_path / "m.gguf", "llama")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("")
     with pytest.raises(ConfigError, match="is not empty"):
         import_gguf(tmp_path / "m.gguf", tmp_path / "out", tokenizer=tokenizer)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
+    with pytest.raises(ConfigError, match=rf"{tmp_path}/none: no tokenizer there"):
+        import_gguf(tmp_path / "m.gguf", tmp_path / "new", tokenizer=tmp_path / "none")
+    assert not (tmp_path / "new").exists()
 
 
 def test_cut_off_and_damaged_files(tmp_path: Path, tokenizer: Path) -> None:

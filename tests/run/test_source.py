@@ -50,7 +50,7 @@ def test_what_nobody_has_is_one_clear_line(model_dir: Path, monkeypatch: pytest.
     with pytest.raises(ConfigError, match="no such directory: owner/name, and the Hub did not give it") as error:
         find_model("owner/name")
     assert "\n" not in str(error.value)
-    for name in ("./missing", "/missing", "a/b/c", "missing", str(model_dir / "config.json")):
+    for name in ("./missing", "/missing", "a/b/c", "missing", "~nobody-of-this-name/x", str(model_dir / "config.json")):
         with pytest.raises(ConfigError, match="no such directory"):
             find_model(name)
 

@@ -8,6 +8,7 @@ library when it runs: `--help` is quick.
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -21,15 +22,36 @@ DONE, FAILED, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status. Errors that are not the user's keep their traceback."""
+    """Run one command; returns the exit status. Errors that are neither the user's nor the machine's keep their
+    traceback."""
     argv = sys.argv[1:] if argv is None else list(argv)
     try:
-        return dispatch(argv)
+        status = dispatch(argv)
+        sys.stdout.flush()
+        return status
     except ConfigError as error:
-        print(f"fullstride: error: {error}", file=sys.stderr)
-        return WRONG_USAGE if isinstance(error, UsageError) else FAILED
+        return failed(str(error), WRONG_USAGE if isinstance(error, UsageError) else FAILED)
+    except OSError as error:  # a full disk, a missing permission, a reader of our output that has gone
+        drop_output()
+        return failed(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
+    except MemoryError as error:
+        return failed(f"out of memory ({error}); lower batch-size or seq-len")
     except KeyboardInterrupt:
         return INTERRUPTED
+
+
+def drop_output() -> None:
+    """What standard output still holds and cannot take must not fail again when Python ends."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def failed(reason: str, status: int = FAILED) -> int:
+    """Say why on one line of standard error."""
+    print(f"fullstride: error: {' '.join(reason.split())}", file=sys.stderr)
+    return status
 
 
 def dispatch(argv: list[str]) -> int:

@@ -17,6 +17,14 @@ LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", 
 RECOMPUTE = ("swiglu", "norm", "ffn", "qkv", "att", "block")
 OFFLOAD = ("master", "m", "v", "grads", "weights", "residual")
 DTYPES = ("fp32", "bf16")
+# AdamW divides by sqrt(v) + eps in float32, where squares of gradients under 1e-22 are 0: eps has to outweigh those
+LEAST_EPS = 1e-20
+MOST_LR = 1000.0  # AdamW's steps are of about this size: weights stay finite in float32 and bf16
+
+
+def default_dtype(device: str) -> str:
+    """The precision of weights and activations that is best on `cuda` or `cpu`."""
+    return "bf16" if device == "cuda" else "fp32"
 
 
 def resolve_device(device: str) -> str:
@@ -46,7 +54,7 @@ class Options:
 
     method: str = key("full", "what trains", choices=("full", "lora"))
     lora_rank: int = key(16, "rank of the adapters", at_least=1)
-    lora_alpha: float = key(32.0, "adapters are scaled by alpha / rank")
+    lora_alpha: float = key(32.0, "adapters are scaled by alpha / rank", above=0)
     lora_dropout: float = key(0.0, "dropout on the adapters' input", at_least=0, below=1)
     lora_targets: tuple[str, ...] = key(LORA_TARGETS, "projections that get an adapter", choices=LORA_TARGETS)
     rslora: bool = key(False, "scale by alpha / sqrt(rank) instead")
@@ -86,8 +94,6 @@ class Options:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.lora_alpha <= 0:
-            raise UsageError(f"lora-alpha must be positive, got {self.lora_alpha}")
         if not self.lora_targets:
             raise UsageError(f"lora-targets must name at least one of {', '.join(LORA_TARGETS)}")
         for name, order in (("lora_targets", LORA_TARGETS), ("recompute", RECOMPUTE), ("offload", OFFLOAD)):
@@ -119,7 +125,7 @@ class Options:
     def resolved(self) -> Self:
         """The same configuration with everything automatic decided (this looks at the machine)."""
         device = resolve_device(self.device)
-        dtype = self.dtype or ("bf16" if device == "cuda" else "fp32")
+        dtype = self.dtype or default_dtype(device)
         return dataclasses.replace(
             self,
             device=device,
@@ -139,7 +145,10 @@ class FinetuneConfig(Options):
 
     model: str = key("", "directory, or Hub id found in the local cache or downloaded", required=True)
     data: str = key(
-        "", "JSONL file(s), directory with train/validation/test.jsonl, ami, sample, or Hub id", required=True
+        "",
+        "JSONL file(s), a directory (trains on its train.jsonl, evaluates on validation.jsonl, else test.jsonl), "
+        "sample, a Hub id, or ami (that Hub set: trains on train and validation, evaluates on test)",
+        required=True,
     )
     eval_data: str = key("", "rows to evaluate on; automatic: those that the data directory or set has")
     out: str = key("", "run directory; automatic: runs/NAME", may_change=True)
@@ -152,14 +161,14 @@ class FinetuneConfig(Options):
     grad_accum: int = key(4, "micro-steps per update", at_least=1)
     steps: int = key(0, "updates, instead of epochs; 0: automatic", at_least=0, may_change=True, instead_of="epochs")
     epochs: int = key(0, "passes over the data; automatic: 3", at_least=0, may_change=True, instead_of="steps")
-    lr: float = key(0.0, "learning rate; automatic: 2e-4 for LoRA, 1e-5 for full", at_least=0)
+    lr: float = key(0.0, "learning rate; 0: automatic (2e-4 for LoRA, 1e-5 for full)", at_least=0, at_most=MOST_LR)
     schedule: str = key("cosine", "how the rate falls", choices=("cosine", "linear", "constant", "wsd"))
-    warmup: float = key(0.0, "updates, or a fraction of all updates when below 1", at_least=0)
-    final_lr_fraction: float = key(0.1, "the last rate as a fraction of lr", at_least=0)
+    warmup: float = key(0.0, "updates, or a fraction of all updates when below 1; less than the run", at_least=0)
+    final_lr_fraction: float = key(0.1, "the last rate as a fraction of lr", at_least=0, at_most=1)
     weight_decay: float = key(0.01, "AdamW's decoupled decay", at_least=0)
     beta1: float = key(0.9, "AdamW", at_least=0, below=1)
     beta2: float = key(0.95, "AdamW", at_least=0, below=1)
-    eps: float = key(1e-8, "AdamW", at_least=0)
+    eps: float = key(1e-8, "AdamW", at_least=LEAST_EPS)
     grad_clip: float = key(1.0, "largest global gradient norm; 0: off", at_least=0)
     packing: bool = key(True, "fill rows with whole documents that do not see each other")
     truncate: str = key("prompt-start", "what happens to rows over seq-len", choices=("prompt-start", "drop", "error"))
@@ -184,8 +193,11 @@ class FinetuneConfig(Options):
             object.__setattr__(self, "epochs", 3)
         if self.warmup >= 1 and self.warmup != int(self.warmup):
             raise UsageError(f"warmup must be a whole number of updates, or a fraction below 1, got {self.warmup}")
-        if self.final_lr_fraction > 1:
-            raise UsageError(f"final-lr-fraction must be at most 1, got {self.final_lr_fraction}")
+        if self._lr * self.weight_decay > 1:
+            raise UsageError(
+                f"lr times weight-decay, which an update takes off a weight, must be at most 1, got {self._lr:g} times "
+                f"{self.weight_decay:g}; lower one of them"
+            )
         if isinstance(self.resume, str) and self.resume not in ("auto", "never"):
             raise UsageError(f"resume must be auto, never or a step, got {self.resume!r}")
         if isinstance(self.resume, int) and self.resume < 1:
@@ -201,5 +213,8 @@ class FinetuneConfig(Options):
 
     def resolved(self) -> Self:
         """See Options.resolved; the learning rate is decided too."""
-        lr = self.lr or (2e-4 if self.method == "lora" else 1e-5)
-        return dataclasses.replace(super().resolved(), lr=lr)
+        return dataclasses.replace(super().resolved(), lr=self._lr)
+
+    @property
+    def _lr(self) -> float:
+        return self.lr or (2e-4 if self.method == "lora" else 1e-5)

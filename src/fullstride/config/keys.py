@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import json
 import math
+import operator
 import os
 import tomllib
 import typing
@@ -21,6 +22,13 @@ from fullstride.errors import ConfigError, UsageError
 
 Config = TypeVar("Config")
 
+BOUNDS = (
+    ("at_least", operator.ge, "at least"),
+    ("above", operator.gt, "above"),
+    ("at_most", operator.le, "at most"),
+    ("below", operator.lt, "below"),
+)
+
 
 def key(
     default: Any,
@@ -29,6 +37,8 @@ def key(
     choices: Sequence[str] = (),
     now: Sequence[Any] = (),
     at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
     below: float | None = None,
     required: bool = False,
     may_change: bool = False,
@@ -37,8 +47,8 @@ def key(
     """A dataclass field that is a key.
 
     `choices` are its legal values ("" stays legal as "automatic" when it is the default), `now` those that work in
-    this version, `at_least` and `below` bounds, `may_change` says that a resumed run may differ in it, `instead_of`
-    names a key that a flag for this one replaces in the file.
+    this version, `at_least`, `above`, `at_most` and `below` are bounds, `may_change` says that a resumed run may differ
+    in it, `instead_of` names a key that a flag for this one replaces in the file.
     """
     return dataclasses.field(
         default=default,
@@ -47,6 +57,8 @@ def key(
             "choices": tuple(choices),
             "now": tuple(now),
             "at_least": at_least,
+            "above": above,
+            "at_most": at_most,
             "below": below,
             "required": required,
             "may_change": may_change,
@@ -89,13 +101,20 @@ def _check_value(f: dataclasses.Field[Any], value: Any) -> None:
                 f"{name} must be {'among' if isinstance(value, tuple) else 'one of'} {', '.join(known['choices'])}; "
                 f"got {item!r} (nearest: {nearest(str(item), known['choices'])})"
             )
-    if known["at_least"] is not None and value < known["at_least"]:
-        raise UsageError(f"{name} must be at least {known['at_least']}, got {value}")
-    if known["below"] is not None and value >= known["below"]:
-        raise UsageError(f"{name} must be below {known['below']}, got {value}")
+    for bound, holds, words in BOUNDS:
+        if known[bound] is not None and not holds(value, known[bound]):
+            raise UsageError(
+                f"{name} must be {words} {known[bound]}, got {value}; leave it out for {_default(f) or 'automatic'}"
+            )
     if known["now"] and value not in known["now"]:
         works = f"{name} = {_shown(known['now'][-1])}" if known["now"][-1] != () else f"to leave {name} out"
         raise UsageError(f"{name} = {_shown(value)} does not work yet; what works now is {works}")
+
+
+def _default(f: dataclasses.Field[Any]) -> str:
+    """A key's default as its user writes it; "" where it is automatic."""
+    automatic = not f.default and ("automatic" in f.metadata["help"] or f.default in ("", ()))
+    return "" if automatic else _shown(f.default)
 
 
 def _shown(value: Any) -> str:
@@ -107,9 +126,11 @@ def _shown(value: Any) -> str:
 def _typed(name: str, value: Any, hint: Any) -> Any:
     """`value` (from Python or TOML) as the field's type, or UsageError."""
     if isinstance(value, os.PathLike) and hint is str:
-        return os.fspath(value)
+        value = os.fspath(value)
+    if isinstance(value, str) and not _is_text(value):
+        raise UsageError(f"{dashed(name)} must be text without zero bytes and broken characters, got {value!a}")
     if isinstance(value, int | float) and not isinstance(value, bool):
-        if hint is float and math.isfinite(value):
+        if hint is float and _is_finite(value):
             return float(value)
         if hint in (int, int | str) and isinstance(value, int):
             return value
@@ -123,6 +144,18 @@ def _typed(name: str, value: Any, hint: Any) -> Any:
     if hint in (bool, str) and isinstance(value, hint):
         return value
     raise UsageError(f"{dashed(name)} must be {_expected(hint)}, got {value!r}")
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number beyond every float
+        return False
+
+
+def _is_text(value: str) -> bool:
+    """Whether files can have this name and hold it: no zero byte, no half of a surrogate pair (bytes not in UTF-8)."""
+    return not any(c == "\0" or "\ud800" <= c <= "\udfff" for c in value)
 
 
 def _expected(hint: Any) -> str:
@@ -243,8 +276,7 @@ def help_text(cls: type, command: str, summary: str, positional: Sequence[str] =
     for f in fields_of(cls):
         known = f.metadata
         meaning = known["help"] + (f" [{' | '.join(known['choices'])}]" if known["choices"] else "")
-        automatic = not f.default and ("automatic" in known["help"] or f.default in ("", ()))
-        default = "" if automatic else f" (default {_shown(f.default)})"
+        default = f" (default {_default(f)})" if _default(f) else ""
         lines.append(f"  --{dashed(f.name):<18} {meaning}{' (required)' if known['required'] else default}")
     return "\n".join(lines)
 

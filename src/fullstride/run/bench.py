@@ -12,33 +12,41 @@ from typing import Any
 import numpy as np
 
 from fullstride.config import Options
+from fullstride.config.commands import BenchConfig
 from fullstride.errors import ConfigError
 from fullstride.model.presets import PRESETS, preset
 from fullstride.model.spec import ModelConfig
+from fullstride.run.directory import check_writable
 from fullstride.run.flops import model_flops, peak_flops
 from fullstride.trainer.trainer import Trainer
 
 ROUNDS = 5  # medians that are reported
-WARM_UP = 2  # updates before: compiling, first allocations
+WARM_UP = 2  # updates before: compiling, first allocations; in them every tensor's gradient is looked at
+FIRST_ZERO = "lora_A.weight"
 TOKENS_PER_UPDATE = 65536  # on a GPU, so that the update itself weighs as in practice
 
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """Seconds per update (all of them, in rounds), host seconds per micro-step, what update() returned, peak bytes."""
+    """Seconds per update (all of them, in rounds), host seconds per micro-step, what update() returned, peak bytes,
+    and the tensors that got no gradient."""
 
     rounds: list[list[float]]
     host: list[float]
     metrics: list[dict[str, float]]
     peak_bytes: int | None
+    dead: list[str]
 
 
-def run_bench(config: Any) -> dict[str, Any]:
-    """Measure what cli/bench.py's Config describes; prints a table, returns the result as plain data.
+def run_bench(config: BenchConfig) -> dict[str, Any]:
+    """Measure what `config` describes; prints a table, returns the result as plain data.
 
-    Raises ConfigError when the training that was measured does not train.
+    Raises ConfigError when the training that was measured does not train, and before it for a `json` that cannot be
+    written.
     """
     config = config.resolved()
+    if config.json:
+        check_file(Path(config.json))
     model = model_config(config.model)
     grad_accum = config.grad_accum
     if not grad_accum:
@@ -53,7 +61,7 @@ def run_bench(config: Any) -> dict[str, Any]:
             trainer, grad_accum, config.updates, config.lr or (1e-3 if config.method == "lora" else 1e-4)
         )
         parameters = trainer.num_parameters
-    check_trains(measured.metrics)
+    check_trains(measured.metrics, measured.dead)
 
     medians = [statistics.median(seconds) for seconds in measured.rounds]
     seconds = statistics.median(medians)
@@ -80,11 +88,19 @@ def run_bench(config: Any) -> dict[str, Any]:
         "loss_first": measured.metrics[0]["loss"],
         "loss_last": measured.metrics[-1]["loss"],
         "grad_norm_last": measured.metrics[-1]["grad_norm"],
+        "dead_gradients": len(measured.dead),
     }
     print("\n".join(f"{name:<24} {shown(value)}" for name, value in result.items()))
     if config.json:
         Path(config.json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     return result
+
+
+def check_file(file: Path) -> None:
+    """Raise ConfigError when `file` cannot be written."""
+    if file.is_dir() or not file.parent.is_dir():
+        raise ConfigError(f"json: {file} must be a file in a directory that is there; make {file.parent} first")
+    check_writable("json", file.parent)
 
 
 def model_config(name: str) -> ModelConfig:
@@ -102,6 +118,7 @@ def measure(trainer: Trainer, grad_accum: int, updates: int, lr: float) -> Measu
     pairs = [(np.ascontiguousarray(ids[:, :-1]), np.ascontiguousarray(ids[:, 1:])) for ids in window]
     host: list[float] = []
     metrics: list[dict[str, float]] = []
+    dead: set[str] = set()
 
     def one_update() -> float:
         started = time.perf_counter()
@@ -109,6 +126,8 @@ def measure(trainer: Trainer, grad_accum: int, updates: int, lr: float) -> Measu
             issued = time.perf_counter()
             trainer.step(inputs, targets)
             host.append(time.perf_counter() - issued)
+        if len(metrics) < WARM_UP:
+            dead.update(dead_gradients(trainer, first=not metrics))
         metrics.append(
             trainer.update(
                 lr=lr, beta1=0.9, beta2=0.95, eps=1e-8, step=len(metrics) + 1, weight_decay=0.0, grad_clip=1.0
@@ -121,11 +140,25 @@ def measure(trainer: Trainer, grad_accum: int, updates: int, lr: float) -> Measu
     host.clear()
     trainer.peak_memory()
     rounds = [[one_update() for _ in range(updates)] for _ in range(ROUNDS)]
-    return Measured(rounds, host, metrics, trainer.peak_memory())
+    return Measured(rounds, host, metrics, trainer.peak_memory(), sorted(dead))
 
 
-def check_trains(metrics: list[dict[str, float]]) -> None:
-    """Raise ConfigError when the loss on the fixed window does not fall, or a gradient norm is zero or not finite."""
+def dead_gradients(trainer: Trainer, first: bool) -> list[str]:
+    """The trained tensors whose gradient is all zeros. In the `first` update an adapter's A has none: its B is zero."""
+    return [
+        name for name, grad in trainer.gradients().items() if not (grad.any() or (first and name.endswith(FIRST_ZERO)))
+    ]
+
+
+def check_trains(metrics: list[dict[str, float]], dead: list[str]) -> None:
+    """Raise ConfigError when the loss on the fixed window does not fall, when a gradient norm is zero or not finite,
+    or when there are tensors without a gradient (`dead`)."""
+    if dead:
+        raise ConfigError(
+            f"bench: {len(dead)} tensors get no gradient, so they do not train: {', '.join(dead[:4])}"
+            f"{' ...' if len(dead) > 4 else ''}; the speed of such a run means nothing. With dtype = fp32 you see "
+            "whether precision is the cause"
+        )
     norms = [m["grad_norm"] for m in metrics]
     if not all(0 < norm < float("inf") for norm in norms):
         raise ConfigError(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from fullstride.config import FinetuneConfig, resolve_device
+from fullstride.config import FinetuneConfig, default_dtype, resolve_device
 from fullstride.data.report import Report
 from fullstride.data.rows import Row
 from fullstride.data.sources import load_eval
@@ -64,8 +64,7 @@ def summary(model: Path, adapter: Path | None, row: Row, device: str) -> str:
     """What the model answers, greedily, to the meeting in `row`."""
     assert row.messages is not None
     tokenizer = load_tokenizer(model)
-    dtype = DTYPES["bf16" if device == "cuda" else "fp32"]
-    decoder = Decoder.from_pretrained(model, adapter, dtype, torch.device(device))
+    decoder = Decoder.from_pretrained(model, adapter, DTYPES[default_dtype(device)], torch.device(device))
     stops = stop_ids(model, tokenizer)
     ids = list(tokens(decoder, chat_ids(tokenizer, row.messages[:-1]), stops, MOST_NEW_TOKENS, 0.0, 1.0, 0))
     text = tokenizer.decode(ids, skip_special_tokens=True).strip()

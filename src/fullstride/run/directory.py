@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 from fullstride.config import FinetuneConfig
 from fullstride.config.keys import build, dashed, dump_toml, read_toml
+from fullstride.engine.checkpoint import LATEST, checkpoint_name, find_checkpoint, steps
 from fullstride.errors import ConfigError
-
-STEP = "step_"
+from fullstride.files import replace_text
 
 
 @dataclass(frozen=True)
@@ -42,15 +43,11 @@ class RunDirectory:
             raise ConfigError(f"out: {self.path} holds a run and resume = never; choose another --out or --name")
         if found:
             self._check_same_run(config)
-        steps = self.steps()
+        check_writable("out", self.path)
         if isinstance(config.resume, int):
-            if config.resume not in steps:
-                there = ", ".join(map(str, steps)) or "none"
-                raise ConfigError(
-                    f"resume: no checkpoint of step {config.resume} in {self.checkpoints} (there: {there})"
-                )
+            find_checkpoint(self.checkpoints, config.resume)
             return config.resume
-        return self.latest() if found else 0
+        return self.latest()
 
     def _check_same_run(self, config: FinetuneConfig) -> None:
         try:
@@ -73,42 +70,31 @@ class RunDirectory:
         self.path.mkdir(parents=True, exist_ok=True)
         replace_text(self.config_file, dump_toml(dataclasses.replace(config, resume="auto")))
 
-    def steps(self) -> list[int]:
-        """Steps of the complete checkpoints, ascending."""
-        return sorted(
-            int(p.name.removeprefix(STEP))
-            for p in self.checkpoints.glob(f"{STEP}*")
-            if p.name.removeprefix(STEP).isdecimal()
-        )
-
     def latest(self) -> int:
-        """The step that `checkpoints/latest` names, 0 without one. Raises ConfigError when it names a missing one."""
-        file = self.checkpoints / "latest"
-        if not file.is_file():
+        """The step of the newest checkpoint, 0 without any. Raises ConfigError when `latest` names a missing one."""
+        if not (self.checkpoints / LATEST).is_file():
             return 0
-        name = file.read_text(encoding="utf-8").strip()
-        step = name.removeprefix(STEP)
-        if not step.isdecimal() or int(step) not in self.steps():
-            there = ", ".join(map(str, self.steps())) or "none"
-            raise ConfigError(f"{file} names {name!r}, which is not there; set resume to a step (there: {there})")
-        return int(step)
+        folder = find_checkpoint(self.checkpoints).name
+        return int("".join(filter(str.isdigit, folder)))
 
     def drop_after(self, step: int) -> None:
         """Forget checkpoints after `step`: the run goes on from there, maybe another way."""
-        later = [s for s in self.steps() if s > step]
+        later = [s for s in steps(self.checkpoints) if s > step]
         if later and step:
-            replace_text(self.checkpoints / "latest", f"{STEP}{step:08d}\n")
+            replace_text(self.checkpoints / LATEST, checkpoint_name(step) + "\n")
         for s in later:
-            shutil.rmtree(self.checkpoints / f"{STEP}{s:08d}")
+            shutil.rmtree(self.checkpoints / checkpoint_name(s))
 
     def prune(self, keep: int) -> None:
         """Delete all but the newest `keep` checkpoints."""
-        for step in self.steps()[:-keep]:
-            shutil.rmtree(self.checkpoints / f"{STEP}{step:08d}")
+        for step in steps(self.checkpoints)[:-keep]:
+            shutil.rmtree(self.checkpoints / checkpoint_name(step))
 
 
-def replace_text(file: Path, text: str) -> None:
-    """Write `file` so that it is the old one or the new one at any moment."""
-    beside = file.with_name(file.name + ".new")
-    beside.write_text(text, encoding="utf-8")
-    beside.replace(file)
+def check_writable(key: str, directory: Path) -> None:
+    """Raise ConfigError, before any work is done, when nothing can be written in `directory` (which may be new)."""
+    nearest = next(path for path in (directory, *directory.parents) if path.exists())
+    if not nearest.is_dir():
+        raise ConfigError(f"{key}: {nearest} is a file, so it cannot hold {directory.name}; choose another place")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise ConfigError(f"{key}: no permission to write in {nearest}; choose another place")

@@ -72,17 +72,25 @@ def load(trainer: Trainer, job: Job) -> dict[str, Any]:
             trainer.import_adapter(Path(job.config.adapter))
         return {}
     state = trainer.load_checkpoint(job.directory.checkpoints, job.resume_step)
-    data = [job.loader.rows_per_epoch, job.loader.num_tokens]
-    if state["data"] != data:
+    started = state.get("inputs", {})
+    changed = [
+        f"{name} was {started.get(name, 'something else')}, now it is {now}"
+        for name, now in job.inputs.items()
+        if started.get(name) != now
+    ]
+    if changed:
         raise ConfigError(
-            f"out: the run in {job.directory.path} was started on {state['data'][0]} rows of {state['data'][1]} "
-            f"tokens, the data now gives {data[0]} rows of {data[1]}; restore it, or choose another --out or --name"
+            f"out: the run in {job.directory.path} was started with something else ({'; '.join(changed)}); "
+            "restore it, or choose another --out or --name"
         )
     return state
 
 
 class Run:
-    """A run under way. `done` is the last completed update, `position` the loader's place after it."""
+    """A run under way. `done` is the last completed update, `position` the loader's place after it.
+
+    Nothing is written before `train`.
+    """
 
     def __init__(self, job: Job, trainer: Trainer, state: dict[str, Any]) -> None:
         self.job, self.config, self.trainer = job, job.config, trainer
@@ -93,12 +101,8 @@ class Run:
         self.eval_loss: float | None = None
         self.loss: float | None = None
         self.peak = peak_flops(job.config)
-        job.loader.seek(self.position)
-
-        self.directory.create(job.config)
-        self.directory.drop_after(job.resume_step)
-        self.metrics = MetricsFile(self.directory.path / "metrics.csv", job.resume_step)
-        self.log = EventLog(self.directory.path / "log.jsonl", job.resume_step)
+        self.metrics = MetricsFile(self.directory.path / "metrics.csv")
+        self.log = EventLog(self.directory.path / "log.jsonl")
         self.stop = StopRequest()
         self.progress = Progress(job.num_steps, job.resume_step + 1)
 
@@ -108,9 +112,11 @@ class Run:
             try:
                 self.begin()
                 for step in range(self.done + 1, self.job.num_steps + 1):
-                    self.update(step)
+                    row = self.update(step)
+                    # before the evaluation, which may be stopped: the update is not made again
                     if self.position % self.job.loader.rows_per_epoch == 0:
                         self.end_epoch(self.position // self.job.loader.rows_per_epoch)
+                    self.record(row)
                     # last, so that what a checkpoint counts as done is done
                     if self.config.save_every and step % self.config.save_every == 0:
                         self.save()
@@ -120,19 +126,28 @@ class Run:
             return self.finish()
 
     def begin(self) -> None:
+        """Make the run directory, or cut it back to the update from which the run goes on."""
+        self.directory.create(self.config)
+        self.directory.drop_after(self.done)
+        self.metrics.begin(self.done)
+        self.log.begin(self.done)
+        self.job.loader.seek(self.position)
         trainable, total = self.trainer.num_parameters
         parameters = {"trainable_parameters": trainable, "parameters": total}
         if self.done:
             self.progress.line(f"resumed at step {self.done} of {self.job.num_steps}")
             self.log.write("resume", step=self.done, num_steps=self.job.num_steps, **parameters)
+            self.eval_loss = self.metrics.eval_loss()
+            if self.eval_loss is None and self.evaluates_after(self.done):  # it was stopped in the evaluation
+                self.metrics.complete(self.evaluate())
             return
         self.log.write("start", num_steps=self.job.num_steps, **parameters)
         for event in self.job.report.events():
             self.log.write(**event)
         self.eval_loss_before = self.evaluate()
 
-    def update(self, step: int) -> None:
-        """One window of micro-steps and the update; its row in metrics.csv."""
+    def update(self, step: int) -> dict[str, Any]:
+        """One window of micro-steps and the update; returns its row of metrics.csv."""
         c, job = self.config, self.job
         started = time.perf_counter()
         batches = job.loader.next_window(c.grad_accum)
@@ -167,8 +182,16 @@ class Run:
         )
         self.done, self.position, self.loss = step, job.loader.position, metrics["loss"]
         self.progress.update(row)
+        return row
+
+    def evaluates_after(self, step: int) -> bool:
+        every = self.config.eval_every
+        return step >= self.job.num_steps or (every > 0 and step % every == 0)
+
+    def record(self, row: dict[str, Any]) -> None:
+        """Evaluate where that is due, and write the update's row."""
         try:
-            if step == job.num_steps or (c.eval_every and step % c.eval_every == 0):
+            if self.evaluates_after(row["step"]):
                 row["eval_loss"] = self.evaluate()
         finally:  # the update has happened: its row is written, also when the evaluation is interrupted
             self.metrics.append(row)
@@ -180,14 +203,21 @@ class Run:
         if math.isfinite(loss) and math.isfinite(norm):
             return
         self.log.write("non-finite", step=step, loss=str(loss), grad_norm=str(norm), rows=row_ids)
-        good = f"checkpoint of step {self.saved} is good" if self.saved else "there is no checkpoint yet"
         raise ConfigError(
             f"loss {loss}, gradient norm {norm} at step {step} (rows {', '.join(map(str, row_ids))}: "
-            f"{self.job.where(row_ids)}); {good}. Look at these rows, or lower lr"
+            f"{self.job.where(row_ids)}); {self.good()}. Look at these rows, or lower lr"
         )
 
+    def check_weights(self) -> None:
+        """Raise ConfigError, before they are saved or exported, when the last update has spoilt the weights."""
+        if not self.trainer.parameters_finite():
+            raise ConfigError(f"weights are infinite or NaN after step {self.done}; {self.good()}. Lower lr")
+
+    def good(self) -> str:
+        return f"checkpoint of step {self.saved} is good" if self.saved else "there is no checkpoint yet"
+
     def evaluate(self) -> float | None:
-        """Loss per supervised token of the evaluation rows; None without any."""
+        """Loss per supervised token of the evaluation rows; None without any. ConfigError when it is not finite."""
         if self.job.eval_loader is None:
             return None
         started, total, count = time.perf_counter(), 0.0, 0
@@ -195,6 +225,11 @@ class Run:
             self.stop.check()
             result = self.validate(batch)
             total, count = total + result["loss"] * result["tokens"], count + int(result["tokens"])
+        if not math.isfinite(total):
+            raise ConfigError(
+                f"evaluation loss {total / count} at step {self.done}; {self.good()}. "
+                "Look at the model's weights and the evaluation rows, or lower lr"
+            )
         self.eval_loss = total / count
         seconds = time.perf_counter() - started
         self.progress.line(
@@ -210,10 +245,10 @@ class Run:
         """A checkpoint of the last completed update, unless there is one."""
         if self.saved == self.done:
             return
-        loader = self.job.loader
+        self.check_weights()
         state = {
             "position": self.position,
-            "data": [loader.rows_per_epoch, loader.num_tokens],
+            "inputs": self.job.inputs,
             "eval_loss_before": self.eval_loss_before,
         }
         self.trainer.save_checkpoint(self.directory.checkpoints, self.done, state)
@@ -224,6 +259,7 @@ class Run:
     def end_epoch(self, epoch: int) -> None:
         """adapters/epoch_N, and adapter/ as the newest (a full model is exported once, at the end)."""
         if self.config.method == "lora":
+            self.check_weights()
             self.export_adapter(self.directory.path / "adapters" / f"epoch_{epoch}")
             self.export_adapter(self.directory.path / "adapter")
 
@@ -248,8 +284,6 @@ class Run:
         """The last checkpoint, what was trained, and the loss curve."""
         path, adapter, model = self.directory.path, None, None
         self.save()
-        if self.eval_loss is None:  # resumed at the last step: nothing was left to train
-            self.evaluate()
         if self.config.method == "lora":
             adapter = path / "adapter"
             self.export_adapter(adapter)

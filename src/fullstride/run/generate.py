@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from fullstride.config import resolve_device
+from fullstride.config import default_dtype, resolve_device
+from fullstride.config.commands import GenerateConfig
 from fullstride.engine.decode import Decoder
 from fullstride.errors import ConfigError
 from fullstride.model.spec import ModelConfig
@@ -19,35 +20,22 @@ from fullstride.run.source import find_model, load_tokenizer
 from fullstride.trainer.trainer import DTYPES
 
 
-def generate(
-    model: str,
-    adapter: str = "",
-    prompt: str = "",
-    prompt_file: str = "",
-    system: str = "",
-    raw: bool = False,
-    max_new_tokens: int = 200,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
-    seed: int = 42,
-    dtype: str = "",
-    device: str = "auto",
-) -> str:
+def generate(config: GenerateConfig) -> str:
     """Print the continuation of a prompt as it comes, and return it. The rate goes to standard error.
 
     Raises ConfigError for a model, adapter or prompt that cannot be used.
     """
-    directory = find_model(model)
+    c = config
+    directory = find_model(c.model)
     tokenizer = load_tokenizer(directory, ModelConfig.from_pretrained(directory))
-    device = resolve_device(device)
-    if prompt_file:
-        prompt = _read_prompt(Path(prompt_file))
-    ids = prompt_ids(tokenizer, prompt, system, raw)
-    number = DTYPES[dtype or ("bf16" if device == "cuda" else "fp32")]
-    decoder = Decoder.from_pretrained(directory, adapter or None, number, torch.device(device))
-    started, count, text = time.perf_counter(), 0, TextStream(tokenizer, print_piece)
     stops = stop_ids(directory, tokenizer)
-    for token in tokens(decoder, ids, stops, max_new_tokens, temperature, top_p, seed):
+    device = resolve_device(c.device)
+    prompt = _read_prompt(Path(c.prompt_file)) if c.prompt_file else c.prompt
+    ids = prompt_ids(tokenizer, prompt, c.system, c.raw)
+    dtype = DTYPES[c.dtype or default_dtype(device)]
+    decoder = Decoder.from_pretrained(directory, c.adapter or None, dtype, torch.device(device))
+    started, count, text = time.perf_counter(), 0, TextStream(tokenizer, print_piece)
+    for token in tokens(decoder, ids, stops, c.max_new_tokens, c.temperature, c.top_p, c.seed):
         count += 1
         if token not in stops:
             text.push(token)
@@ -86,21 +74,47 @@ def prompt_ids(tokenizer: Any, prompt: str, system: str = "", raw: bool = False)
 
 
 def chat_ids(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
-    """Token ids of messages, up to where the assistant's answer begins. ConfigError without a chat template."""
+    """Token ids of messages, up to where the assistant's answer begins.
+
+    Raises ConfigError without a chat template, and for one that fails or refuses the messages.
+    """
     if not tokenizer.chat_template:
         raise ConfigError("the tokenizer has no chat template; set raw to continue the prompt as it is")
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # a template is a program of the model's publisher: it may raise anything
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"the tokenizer's chat template fails ({type(error).__name__}: {reason}); "
+            "correct it, or set raw to continue the prompt as it is"
+        ) from error
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def stop_ids(directory: Path, tokenizer: Any) -> set[int]:
-    """End tokens: the tokenizer's, and those that generation_config.json and config.json name."""
-    found = {tokenizer.eos_token_id}
+    """End tokens: the tokenizer's, and those that generation_config.json and config.json name.
+
+    Raises ConfigError for a file that is not what it should be.
+    """
+    found = set() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
     for name in ("generation_config.json", "config.json"):
         if (directory / name).is_file():
-            ids = json.loads((directory / name).read_text(encoding="utf-8")).get("eos_token_id")
-            found.update(ids if isinstance(ids, list) else [ids])
-    return {int(token) for token in found if token is not None}
+            found.update(_end_tokens(directory / name))
+    return found
+
+
+def _end_tokens(file: Path) -> list[int]:
+    try:
+        settings = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{file}: not valid JSON ({error}); correct or remove it") from None
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{file}: must hold a JSON object, got {settings!r:.60}; correct or remove it")
+    ids = settings.get("eos_token_id")
+    ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    if not all(type(token) is int for token in ids):
+        raise ConfigError(f"{file}: eos_token_id must be a token's id or a list of them, got {ids!r:.60}; correct it")
+    return ids
 
 
 def tokens(
@@ -125,7 +139,9 @@ def choose(logits_V: torch.Tensor, temperature: float, top_p: float, generator: 
     """
     if temperature == 0:
         return int(logits_V.argmax())
-    p_V, order_V = torch.softmax(logits_V.float().cpu() / temperature, 0).sort(descending=True, stable=True)
+    # float64, and the largest made 0: however small the temperature, nothing becomes infinity minus infinity
+    logits_V = logits_V.double().cpu()
+    p_V, order_V = torch.softmax((logits_V - logits_V.max()) / temperature, 0).sort(descending=True, stable=True)
     # the token that crosses top_p is still in; the first one always is
     p_V[1:][p_V.cumsum(0)[:-1] >= top_p] = 0
     return int(order_V[torch.multinomial(p_V, 1, generator=generator)])

@@ -21,13 +21,14 @@ import torch
 from fullstride.errors import ConfigError
 from fullstride.model import hf
 from fullstride.model.spec import ModelConfig, parameter_table
+from fullstride.run.source import check_tokenizer_there
+from fullstride.trainer.trainer import DTYPES
 
 if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
 
 # Mistral's files say "llama" too: the block is the same
 _ARCHITECTURES = ("llama", "qwen2", "qwen3")
-_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _OUTSIDE_BLOCKS = {
     "token_embd.weight": hf.EMBEDDING,
     "output_norm.weight": "model.norm.weight",
@@ -76,10 +77,10 @@ def import_gguf(gguf_file: Path, out: Path, dtype: str = "bf16", tokenizer: Path
     `dtype` is that of the written weights: `bf16` or `fp32`. The tokenizer is rebuilt from the file, or copied from the
     directory `tokenizer`. Raises ConfigError, naming it, for what is not supported: architectures other than llama,
     qwen2 and qwen3, scaled rotary frequencies, experts, unknown tensors, split files, kinds of tokenizers; for a file
-    that is cut off or damaged; and for an `out` that is not empty.
+    that is cut off or damaged; for a directory `tokenizer` that holds none; and for an `out` that is not empty.
     """
-    if dtype not in _DTYPES:
-        raise ConfigError(f"dtype must be {' or '.join(_DTYPES)}, got {dtype!r}")
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype must be {' or '.join(DTYPES)}, got {dtype!r}")
     reader, meta = _read(gguf_file)
     tensors = {_hf_name(tensor.name): tensor for tensor in reader.tensors}
     _refuse_rope_factors(gguf_file, tensors.pop(_ROPE_FACTORS, None))
@@ -90,7 +91,9 @@ def import_gguf(gguf_file: Path, out: Path, dtype: str = "bf16", tokenizer: Path
         if tokenizer is None:
             tokenizer = Path(rebuilt)
             write_tokenizer(gguf_file, meta, config, tokenizer)
-        hf.write_model(out, config, _sources(config, tensors), dtype=_DTYPES[dtype], tokenizer_from=tokenizer)
+        else:
+            check_tokenizer_there(tokenizer)
+        hf.write_model(out, config, _sources(config, tensors), dtype=DTYPES[dtype], tokenizer_from=tokenizer)
 
 
 def _read(file: Path) -> tuple[GGUFReader, dict[str, Any]]:

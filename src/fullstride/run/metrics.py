@@ -10,7 +10,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from fullstride.run.directory import replace_text
+from fullstride.errors import ConfigError
+from fullstride.files import replace_text
 
 COLUMNS = (
     "strategy",
@@ -65,12 +66,29 @@ def update_row(
 
 
 class MetricsFile:
-    """metrics.csv. Opened at a step, it keeps the rows up to that step and goes on after them."""
+    """metrics.csv at `path`."""
 
-    def __init__(self, path: Path, after_step: int) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        rows = [row for row in read_metrics(path) if int(row["step"]) <= after_step] if after_step else []
-        replace_text(path, "".join(map(_csv_line, (COLUMNS, *([row[c] for c in COLUMNS] for row in rows)))))
+
+    def begin(self, after_step: int) -> None:
+        """Keep the rows up to `after_step` (0: none), to go on after them."""
+        self._write([row for row in read_metrics(self.path) if int(row["step"]) <= after_step] if after_step else [])
+
+    def eval_loss(self) -> float | None:
+        """That of the last row."""
+        last = read_metrics(self.path)[-1:]
+        return float(last[0]["eval_loss"]) if last and last[0]["eval_loss"] else None
+
+    def complete(self, eval_loss: float | None) -> None:
+        """Give the last row, if there is one, an evaluation that was made later."""
+        rows = read_metrics(self.path)
+        for row in rows[-1:]:
+            row["eval_loss"] = "" if eval_loss is None else str(eval_loss)
+        self._write(rows)
+
+    def _write(self, rows: list[dict[str, str]]) -> None:
+        replace_text(self.path, "".join(map(_csv_line, (COLUMNS, *([row[c] for c in COLUMNS] for row in rows)))))
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Add one row; it is in the file when this returns."""
@@ -79,12 +97,18 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[dict[str, str]]:
-    """The complete rows of a metrics.csv (a crash may have torn the last one)."""
+    """The complete rows of a metrics.csv (a crash may have torn the last one). ConfigError for another kind of file."""
     if not path.is_file():
         return []
-    text = path.read_text(encoding="utf-8")
-    whole = text[: text.rfind("\n") + 1]
-    return [row for row in csv.DictReader(io.StringIO(whole)) if None not in row.values()]
+    try:
+        text = path.read_text(encoding="utf-8")
+        whole = csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1]))
+        rows = [row for row in whole if None not in row.values()]
+        if rows and (tuple(rows[0]) != COLUMNS or not all(row["step"].isdecimal() for row in rows)):
+            raise ValueError(f"its columns must be {','.join(COLUMNS)}")
+    except (ValueError, csv.Error) as error:
+        raise ConfigError(f"{path}: not the metrics of a run ({error}); restore it, or remove it") from None
+    return rows
 
 
 def _csv_line(values: Iterable[Any]) -> str:
@@ -94,12 +118,15 @@ def _csv_line(values: Iterable[Any]) -> str:
 
 
 class EventLog:
-    """log.jsonl: every line one JSON object with `event` and `time`. Cut back as MetricsFile is."""
+    """log.jsonl at `path`: every line one JSON object with `event` and `time`."""
 
-    def __init__(self, path: Path, after_step: int) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        kept = [json.dumps(e) + "\n" for e in read_events(path) if e.get("step", 0) <= after_step] if after_step else []
-        replace_text(path, "".join(kept))
+
+    def begin(self, after_step: int) -> None:
+        """Keep the events up to `after_step` (0: none), to go on after them."""
+        kept = [e for e in read_events(self.path) if e.get("step", 0) <= after_step] if after_step else []
+        replace_text(self.path, "".join(json.dumps(event, ensure_ascii=False) + "\n" for event in kept))
 
     def write(self, event: str, **values: Any) -> None:
         """Append one event; it is in the file when this returns."""
@@ -109,9 +136,15 @@ class EventLog:
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """The complete events of a log.jsonl."""
+    """The complete events of a log.jsonl. ConfigError for another kind of file."""
     if not path.is_file():
         return []
     lines = path.read_bytes().split(b"\n")
-    # what follows the last line end is empty, or was torn by a crash
-    return [json.loads(line) for line in lines[:-1] if line]
+    try:
+        # what follows the last line end is empty, or was torn by a crash
+        events = [json.loads(line) for line in lines[:-1] if line]
+        if not all(isinstance(event, dict) and isinstance(event.get("step", 0), int) for event in events):
+            raise ValueError("every line must be an object")
+    except ValueError as error:
+        raise ConfigError(f"{path}: not the log of a run ({error}); restore it, or remove it") from None
+    return events

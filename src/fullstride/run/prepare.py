@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ from fullstride.data.loader import Loader
 from fullstride.data.report import Report
 from fullstride.data.rows import Row
 from fullstride.data.sources import load_eval, load_train
+from fullstride.engine.lr import learning_rate
 from fullstride.errors import ConfigError
 from fullstride.model.spec import ModelConfig
 from fullstride.run.directory import RunDirectory
+from fullstride.run.inputs import data_digest, weights_digest
 from fullstride.run.source import find_model, load_tokenizer, padding_id
 
 
@@ -34,6 +37,7 @@ class Job:
     report: Report
     examples: list[Example]
     loader: Loader
+    eval_examples: list[Example] | None
     eval_loader: Loader | None
 
     @property
@@ -44,6 +48,18 @@ class Job:
     def num_steps(self) -> int:
         """Updates of the whole run."""
         return self.config.steps or self.config.epochs * self.updates_per_epoch
+
+    @cached_property
+    def inputs(self) -> dict[str, str]:
+        """What the run reads, by name: a checkpoint keeps it, and a resumed run must find the same."""
+        c, evaluated = self.config, "none"
+        if self.eval_examples is not None and self.eval_loader is not None:
+            evaluated = data_digest(self.eval_examples, self.eval_loader)
+        return {
+            f"model {c.model}": weights_digest(self.model_path),
+            f"data {c.data}": data_digest(self.examples, self.loader),
+            f"evaluation data of {c.eval_data or c.data}": evaluated,
+        }
 
     def squared_lengths(self, row_ids: list[int]) -> int:
         """Sum of n^2 over the documents of these rows: what causal attention costs."""
@@ -102,7 +118,8 @@ def prepare(config: FinetuneConfig) -> Job:
 
     examples = encoded(load_train(config.data, report))
     eval_rows = load_eval(config.data, config.eval_data or None, report)
-    return Job(
+    eval_examples = None if eval_rows is None else encoded(eval_rows)
+    job = Job(
         config=config,
         directory=directory,
         resume_step=resume_step,
@@ -112,8 +129,20 @@ def prepare(config: FinetuneConfig) -> Job:
         report=report,
         examples=examples,
         loader=loader(examples),
-        eval_loader=None if eval_rows is None else loader(encoded(eval_rows)),
+        eval_examples=eval_examples,
+        eval_loader=None if eval_examples is None else loader(eval_examples),
     )
+    _check_warmup(config, job.num_steps)
+    return job
+
+
+def _check_warmup(config: FinetuneConfig, num_steps: int) -> None:
+    # a schedule that falls to 0 is there at the last update, unless that one still warms up
+    if learning_rate("linear", num_steps, num_steps, 1.0, config.warmup, final_fraction=0.0) > 0:
+        raise ConfigError(
+            f"warmup must be shorter than the run: warmup = {config.warmup:g} does not end within the {num_steps} "
+            "updates; lower it, or set more steps or epochs"
+        )
 
 
 def _with_paths(config: FinetuneConfig) -> FinetuneConfig:

@@ -41,27 +41,27 @@ class Progress:
 
     def update(self, row: Mapping[str, Any]) -> None:
         """Show one row of metrics.csv."""
-        if self._bar is not None:
-            self._bar.update(self._task, completed=row["step"], description=describe(row, self._num_steps))
-            return
         done = row["step"] - self._first_step + 1
         left = (time.perf_counter() - self._started) / done * (self._num_steps - row["step"])
-        self.line(f"{describe(row, self._num_steps)}  {_clock(left)} left")
+        essential = f"{describe(row, self._num_steps)}  {_clock(left)} left"
+        if self._bar is not None:
+            self._bar.update(self._task, completed=row["step"], description=essential)
+        else:
+            self.line(f"{essential}  {details(row)}")
 
 
 def describe(row: Mapping[str, Any], num_steps: int) -> str:
-    """One row of metrics.csv in words."""
-    parts = [
-        f"step {row['step']}/{num_steps}",
-        f"epoch {row['epoch']}",
-        f"loss {row['loss']:.4f}",
-        f"lr {row['lr']:.2e}",
-        f"{row['tokens_per_sec']:,.0f} tokens/s",
-        f"{row['step_time_sec']:.2f} s",
-    ]
-    if row["peak_vram_gb"] is not None:
-        parts.append(f"{row['peak_vram_gb']:.2f} GB")
-    return "  ".join(parts)
+    """What matters in a row of metrics.csv; with the time left it fits a terminal of 80 columns."""
+    return (
+        f"step {row['step']}/{num_steps}  loss {row['loss']:.4f}  lr {row['lr']:.2e}  "
+        f"{row['tokens_per_sec']:,.0f} tokens/s"
+    )
+
+
+def details(row: Mapping[str, Any]) -> str:
+    """What else is in it."""
+    memory = "" if row["peak_vram_gb"] is None else f"  {row['peak_vram_gb']:.2f} GB"
+    return f"epoch {row['epoch']}  {row['step_time_sec']:.2f} s{memory}"
 
 
 def _clock(seconds: float) -> str:
@@ -73,8 +73,8 @@ def _clock(seconds: float) -> str:
 def _rich_bar() -> Any:
     """rich's progress bar, or None where rich is not installed (plain lines need nothing)."""
     try:
-        from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, TextColumn
         from rich.progress import Progress as Bar
     except ImportError:
         return None
-    return Bar(TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    return Bar(TextColumn("{task.description}"), BarColumn(bar_width=None), expand=True)

@@ -18,7 +18,10 @@ def find_model(name: str) -> Path:
 
     Raises ConfigError when it is neither a directory nor an id that the Hub gives.
     """
-    path = Path(name).expanduser()
+    try:
+        path = Path(name).expanduser()
+    except RuntimeError:  # ~somebody who is not known here
+        path = Path(name)
     if path.is_dir():
         return path.resolve()
     if path.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith("."):
@@ -43,10 +46,15 @@ def find_model(name: str) -> Path:
         ) from error
 
 
-def load_tokenizer(directory: Path, config: ModelConfig | None = None) -> Any:
-    """The tokenizer in `directory`. Raises ConfigError when there is none, or it has more tokens than the model."""
+def check_tokenizer_there(directory: Path) -> None:
+    """Raise ConfigError when `directory` holds no tokenizer."""
     if not any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
         raise ConfigError(f"{directory}: no tokenizer there (tokenizer.json); copy the one that belongs to the model")
+
+
+def load_tokenizer(directory: Path, config: ModelConfig | None = None) -> Any:
+    """The tokenizer in `directory`. Raises ConfigError when there is none, or it has more tokens than the model."""
+    check_tokenizer_there(directory)
     from transformers import AutoTokenizer
 
     try:

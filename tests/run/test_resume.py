@@ -1,0 +1,335 @@
+"""Runs that go on: resume, what counts as another run, interruption, failure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+import fullstride as fs
+from fullstride.config import FinetuneConfig
+from fullstride.config.keys import build, parse
+from fullstride.errors import ConfigError
+from fullstride.run import finetune as module
+from fullstride.run.inputs import EDGE, weights_digest
+from fullstride.run.interrupt import Stopped
+from fullstride.run.metrics import read_events, read_metrics
+from fullstride.run.prepare import prepare
+from tests.run.conftest import damaged, exact, keys, run, tree, write_rows
+
+# ---- resume
+
+
+class Crash(Exception):
+    pass
+
+
+def crash_after(monkeypatch: pytest.MonkeyPatch, updates: int) -> None:
+    """Make the trainer fail in the update after so many."""
+    original, count = fs.Trainer.update, [0]
+
+    def update(self: fs.Trainer, **hyper: Any) -> dict[str, float]:
+        count[0] += 1
+        if count[0] > updates:
+            raise Crash
+        return original(self, **hyper)
+
+    monkeypatch.setattr(fs.Trainer, "update", update)
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_cases_22_and_24_resumed_equals_uninterrupted(
+    model_dir: Path, data_dir: Path, tmp_path: Path, monkeypatch, method: str
+) -> None:
+    """20 rows, batch 2, 3 epochs: 30 updates. Saved at 13, crash after 15, resumed: the same bits as without."""
+    more: dict[str, Any] = {"grad_accum": 1, "epochs": 3, "method": method, "eval_every": 14, "save_every": 13}
+    if method == "lora":
+        more["lora_dropout"] = 0.1
+    run(model_dir, data_dir, tmp_path / "whole", **more)
+    with monkeypatch.context() as patch:
+        crash_after(patch, 15)
+        with pytest.raises(Crash):
+            run(model_dir, data_dir, tmp_path / "broken", **more)
+    assert len(read_metrics(tmp_path / "broken" / "metrics.csv")) == 15
+    with (tmp_path / "broken" / "metrics.csv").open("a", encoding="utf-8") as file:
+        file.write("single,2,16,0.1")  # torn by the crash
+    with (tmp_path / "broken" / "log.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"event": "upd')
+
+    run(model_dir, data_dir, tmp_path / "broken", **more)
+    assert exact(tmp_path / "broken") == exact(tmp_path / "whole")
+    text = (tmp_path / "broken" / "metrics.csv").read_text(encoding="utf-8")
+    assert text.count("strategy") == 1
+    assert [int(row["step"]) for row in read_metrics(tmp_path / "broken" / "metrics.csv")] == list(range(1, 31))
+    events = read_events(tmp_path / "broken" / "log.jsonl")
+    assert [e["step"] for e in events if e["event"] == "update"] == list(range(1, 31))
+    assert [e["step"] for e in events if e["event"] == "resume"] == [13]
+    exported = "adapter/adapter_model.safetensors" if method == "lora" else "model/model.safetensors"
+    assert (tmp_path / "broken" / exported).read_bytes() == (tmp_path / "whole" / exported).read_bytes()
+
+
+def test_checkpoints_are_kept_and_resumed_by_number(model_dir: Path, data_dir: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    run(model_dir, data_dir, out, steps=6, save_every=1, keep=3)
+    kept = [p.name for p in sorted((out / "checkpoints").iterdir())]
+    assert kept == ["latest", "step_00000004", "step_00000005", "step_00000006"]
+    with pytest.raises(ConfigError, match=r"no checkpoint of step 2; there are: step_00000004.*06"):
+        run(model_dir, data_dir, out, steps=6, resume=2)
+    before = exact(out)
+    result = run(model_dir, data_dir, out, steps=6, keep=3, resume=4)
+    assert result.steps == 6 and exact(out) == before
+    assert parse(FinetuneConfig, [str(out / "run.toml")]).resume == "auto"  # run.toml goes on, not back to 4 again
+    assert sorted(p.name for p in (out / "checkpoints").glob("step_*")) == ["step_00000004", "step_00000006"]
+
+
+def test_a_finished_run_may_go_on_and_may_be_repeated(model_dir: Path, data_dir: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    first = run(model_dir, data_dir, out, steps=2)
+    again = run(model_dir, data_dir, out, steps=2)
+    assert (again.steps, again.loss, again.eval_loss) == (2, None, first.eval_loss)
+    assert again.eval_loss_before == first.eval_loss_before
+    assert run(model_dir, data_dir, out, steps=4).steps == 4
+    assert [int(row["step"]) for row in read_metrics(out / "metrics.csv")] == [1, 2, 3, 4]
+
+
+def test_another_run_is_refused_and_left_alone(model_dir: Path, data_dir: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    run(model_dir, data_dir, out, steps=1)
+    before = {name: (out / name).read_bytes() for name in tree(out)}
+    with pytest.raises(ConfigError, match=r"holds another run \(lr was 0\.01, now 0\.02\); choose another --out"):
+        run(model_dir, data_dir, out, steps=1, lr=0.02)
+    with pytest.raises(ConfigError, match="holds a run and resume = never"):
+        run(model_dir, data_dir, out, steps=1, resume="never")
+    write_rows(data_dir / "train.jsonl", 19)
+    with pytest.raises(ConfigError, match=r"data .* was 20 rows of .*, now it is 19 rows of .*; restore it, or choose"):
+        run(model_dir, data_dir, out, steps=1)
+    assert {name: (out / name).read_bytes() for name in tree(out)} == before
+
+    other = tmp_path / "papers"
+    other.mkdir()
+    (other / "thesis.tex").write_text("years of work", encoding="utf-8")
+    with pytest.raises(ConfigError, match="is not empty and holds no run"):
+        run(model_dir, data_dir, other, steps=1)
+    with pytest.raises(ConfigError, match="is a file"):
+        run(model_dir, data_dir, other / "thesis.tex", steps=1)
+    assert tree(other) == {"thesis.tex"}
+
+
+@pytest.mark.parametrize("part", ["train", "validation"])
+def test_other_rows_of_the_same_size_are_another_run(
+    model_dir: Path, data_dir: Path, tmp_path: Path, part: str
+) -> None:
+    """Equal numbers of rows and tokens, one digit changed; the rows in another order; the evaluation rows gone."""
+    out, file = tmp_path / "run", data_dir / f"{part}.jsonl"
+    run(model_dir, data_dir, out, steps=1)
+    text = file.read_text(encoding="utf-8")
+    lines = text.splitlines(keepends=True)
+    name = "data" if part == "train" else "evaluation data of"
+    for other in (text.replace("It is ", "It is9", 1), "".join(reversed(lines))):
+        file.write_text(other, encoding="utf-8")
+        with pytest.raises(
+            ConfigError, match=rf"something else \({name} .* was (\d+ rows of \d+ tokens) .* now it is \1"
+        ):
+            run(model_dir, data_dir, out, steps=2)
+    if part == "validation":
+        file.unlink()
+        with pytest.raises(ConfigError, match=r"evaluation data of .* now it is none"):
+            run(model_dir, data_dir, out, steps=2)
+    file.write_text(text, encoding="utf-8")
+    assert run(model_dir, data_dir, out, steps=2).steps == 2
+
+
+def test_another_mask_on_the_same_tokens_is_another_run(model_dir: Path, tmp_path: Path) -> None:
+    data, out = tmp_path / "rows.jsonl", tmp_path / "run"
+    data.write_text('{"prompt": "one two", "completion": " three"}\n' * 4, encoding="utf-8")
+    run(model_dir, data, out, steps=1)
+    data.write_text('{"prompt": "one", "completion": " two three"}\n' * 4, encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"something else \(data "):
+        run(model_dir, data, out, steps=2)
+
+
+def test_other_base_weights_under_the_same_name_are_another_run(
+    model_dir: Path, data_dir: Path, tmp_path: Path
+) -> None:
+    model, out = damaged(model_dir, tmp_path / "model"), tmp_path / "run"
+    run(model, data_dir, out, steps=1)
+    weights = load_file(model / "model.safetensors")
+    weights["model.norm.weight"] += 1
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"something else \(model .* was sha256 \w+, now it is sha256 \w+\)"):
+        run(model, data_dir, out, steps=2)
+
+
+def test_a_digest_sees_both_ends_of_large_weights(tmp_path: Path) -> None:
+    content = bytearray(3 * EDGE)
+    digests = set()
+    for changed in (None, 0, EDGE - 1, 3 * EDGE - 1):
+        if changed is not None:
+            content[changed] ^= 1
+        (tmp_path / "model.safetensors").write_bytes(content)
+        digests.add(weights_digest(tmp_path))
+    (tmp_path / "model.safetensors").rename(tmp_path / "other.safetensors")
+    assert len(digests | {weights_digest(tmp_path)}) == 5
+
+
+def test_a_run_that_is_only_made_writes_nothing(model_dir: Path, data_dir: Path, tmp_path: Path) -> None:
+    """Neither for a new run nor for one that would go on."""
+    for started in (False, True):
+        if started:
+            run(model_dir, data_dir, tmp_path / "run", steps=4, save_every=1)
+        before = {name: (tmp_path / name).read_bytes() for name in tree(tmp_path)}
+        resume = 3 if started else "auto"
+        job = prepare(build(FinetuneConfig, keys(model_dir, data_dir, tmp_path / "run", steps=4, resume=resume)))
+        c = job.config
+        with fs.Trainer(
+            job.model, c.options(), batch_size=c.batch_size, seq_len=c.seq_len, grad_accum=c.grad_accum
+        ) as trainer:
+            module.Run(job, trainer, module.load(trainer, job))
+        assert {name: (tmp_path / name).read_bytes() for name in tree(tmp_path)} == before
+        assert (tmp_path / "run").exists() is started
+
+
+def test_keys_that_may_change_on_resume(model_dir: Path, data_dir: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    run(model_dir, data_dir, out, steps=2)
+    run(model_dir, data_dir, out, epochs=1, save_every=3, eval_every=2, keep=1)
+    assert len(read_metrics(out / "metrics.csv")) == 5
+
+
+# ---- interruption and failure
+
+
+def test_stop_drops_the_window_saves_and_resumes(
+    model_dir: Path, data_dir: Path, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    """A signal in the middle of the third window: the state of update 2 is saved, and the end is the same bits."""
+    run(model_dir, data_dir, tmp_path / "whole", steps=5)
+    original, count = fs.Trainer.step, [0]
+    with monkeypatch.context() as patch:
+        stops: list[module.StopRequest] = []
+        made = module.StopRequest
+        patch.setattr(module, "StopRequest", lambda: stops.append(made()) or stops[-1])
+
+        def step(self: fs.Trainer, *batch: Any) -> None:
+            original(self, *batch)
+            count[0] += 1
+            stops[0].requested = count[0] == 5
+
+        patch.setattr(fs.Trainer, "step", step)
+        with pytest.raises(Stopped):
+            run(model_dir, data_dir, tmp_path / "stopped", steps=5)
+    out = tmp_path / "stopped"
+    assert f"state of step 2 is saved; resume with: fullstride finetune {out}/run.toml" in capsys.readouterr().out
+    assert (out / "checkpoints" / "latest").read_text(encoding="utf-8").strip() == "step_00000002"
+    assert not (out / "adapter").exists()
+    run(model_dir, data_dir, out, steps=5)
+    assert exact(out) == exact(tmp_path / "whole")
+
+
+def test_stop_during_an_evaluation_keeps_the_update(
+    model_dir: Path, data_dir: Path, tmp_path: Path, monkeypatch
+) -> None:
+    stops: list[module.StopRequest] = []
+    made, original = module.StopRequest, fs.Trainer.update
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "StopRequest", lambda: stops.append(made()) or stops[-1])
+
+        def update(self: fs.Trainer, **hyper: Any) -> dict[str, float]:
+            stops[0].requested = hyper["step"] == 2
+            return original(self, **hyper)
+
+        patch.setattr(fs.Trainer, "update", update)
+        with pytest.raises(Stopped):
+            run(model_dir, data_dir, tmp_path / "run", steps=4, eval_every=1)
+    rows = read_metrics(tmp_path / "run" / "metrics.csv")
+    assert [(row["step"], bool(row["eval_loss"])) for row in rows] == [("1", True), ("2", False)]
+    assert run(model_dir, data_dir, tmp_path / "run", steps=4, eval_every=1).steps == 4
+    assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.csv")] == ["1", "2", "3", "4"]
+
+
+def test_stop_in_the_evaluation_that_ends_an_epoch_keeps_all_adapters(
+    model_dir: Path, data_dir: Path, tmp_path: Path, monkeypatch
+) -> None:
+    """Stopped in the evaluations after updates 5 and 10, where epochs end; then resumed: the run's end is the same."""
+    more = {"epochs": 3, "eval_every": 5}
+    run(model_dir, data_dir, tmp_path / "whole", **more)
+    out, original, made = tmp_path / "stopped", fs.Trainer.update, module.StopRequest
+    for stop_at in (5, 10, 15):
+        with monkeypatch.context() as patch:
+            stops: list[module.StopRequest] = []
+            patch.setattr(module, "StopRequest", lambda stops=stops: stops.append(made()) or stops[-1])
+
+            def update(self: fs.Trainer, stops=stops, stop_at=stop_at, **hyper: Any) -> dict[str, float]:
+                stops[0].requested = hyper["step"] == stop_at
+                return original(self, **hyper)
+
+            patch.setattr(fs.Trainer, "update", update)
+            with pytest.raises(Stopped):
+                run(model_dir, data_dir, out, **more)
+        rows = read_metrics(out / "metrics.csv")
+        assert (rows[-1]["step"], rows[-1]["eval_loss"]) == (str(stop_at), "")
+        assert (out / "adapters" / f"epoch_{stop_at // 5}" / "adapter_model.safetensors").is_file()
+    result = run(model_dir, data_dir, out, **more)
+    assert exact(out) == exact(tmp_path / "whole")  # the evaluations that were stopped are made up for
+    assert result.eval_loss is not None
+    for name in ("adapters/epoch_1", "adapters/epoch_2", "adapters/epoch_3", "adapter"):
+        file = f"{name}/adapter_model.safetensors"
+        assert (out / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
+
+
+def test_non_finite_evaluation_is_an_error(model_dir: Path, data_dir: Path, tmp_path: Path, monkeypatch) -> None:
+    """The last update may have spoilt the weights: nothing after it would show that."""
+    original = fs.Trainer.validate
+
+    def validate(self: fs.Trainer, *batch: Any) -> dict[str, float]:
+        measured = original(self, *batch)
+        return {**measured, "loss": float("nan")} if self.engine.updates == 3 else measured
+
+    monkeypatch.setattr(fs.Trainer, "validate", validate)
+    with pytest.raises(ConfigError, match=r"evaluation loss nan at step 3; checkpoint of step 2 is good"):
+        run(model_dir, data_dir, tmp_path / "run", steps=3, save_every=2)
+    assert (tmp_path / "run" / "checkpoints" / "latest").read_text(encoding="utf-8").strip() == "step_00000002"
+    assert len(read_metrics(tmp_path / "run" / "metrics.csv")) == 3
+    assert not (tmp_path / "run" / "adapter").exists()
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_spoilt_weights_are_never_saved_or_exported(
+    model_dir: Path, data_dir: Path, tmp_path: Path, monkeypatch, method: str
+) -> None:
+    """The last update's loss is measured before it, and without evaluation rows nothing comes after."""
+    original = fs.Trainer.update
+
+    def update(self: fs.Trainer, **hyper: Any) -> dict[str, float]:
+        metrics = original(self, **hyper)
+        if hyper["step"] == 5:
+            next(iter(self.engine.state.trained.values())).param[0] = float("nan")
+        return metrics
+
+    monkeypatch.setattr(fs.Trainer, "update", update)
+    with pytest.raises(
+        ConfigError, match=r"weights are infinite or NaN after step 5; checkpoint of step 4 is good\. Lower lr"
+    ):
+        run(model_dir, data_dir / "train.jsonl", tmp_path / "run", epochs=1, save_every=2, method=method)
+    names = {name for name in tree(tmp_path / "run") if not name.startswith("checkpoints/step_0000000")}
+    assert names == {"run.toml", "metrics.csv", "log.jsonl", "checkpoints/latest"}
+    assert (tmp_path / "run" / "checkpoints" / "latest").read_text(encoding="utf-8").strip() == "step_00000004"
+
+
+def test_non_finite_loss_stops_before_anything_is_saved(
+    model_dir: Path, data_dir: Path, tmp_path: Path, monkeypatch
+) -> None:
+    original = fs.Trainer.update
+
+    def update(self: fs.Trainer, **hyper: Any) -> dict[str, float]:
+        metrics = original(self, **hyper)
+        return {**metrics, "loss": float("nan")} if hyper["step"] == 4 else metrics
+
+    monkeypatch.setattr(fs.Trainer, "update", update)
+    with pytest.raises(ConfigError, match=r"loss nan.* at step 4 \(rows .*train\.jsonl line \d+.*checkpoint of step 2"):
+        run(model_dir, data_dir, tmp_path / "run", steps=6, save_every=2)
+    assert (tmp_path / "run" / "checkpoints" / "latest").read_text(encoding="utf-8").strip() == "step_00000002"
+    assert len(read_metrics(tmp_path / "run" / "metrics.csv")) == 3
+    assert read_events(tmp_path / "run" / "log.jsonl")[-1]["event"] == "non-finite"
