@@ -205,6 +205,15 @@ def test_a_row_that_the_template_refuses_is_dropped_and_counted(smollm2: Any) ->
     assert [event["reason"] for event in report.events()] == ["refused by the chat template: roles must alternate"]
 
 
+@pytest.mark.parametrize("stumble", ["1 // 0", "messages[0].content + 3", "messages[0].content.split(9)"])
+def test_a_row_that_the_template_stumbles_over_is_dropped_and_counted(smollm2: Any, stumble: str) -> None:
+    template = "{% if messages|length > 2 %}{{ " + stumble + " }}{% endif %}" + smollm2.chat_template
+    report = Report()
+    rows = [chat("a?", "yes", system="s"), chat("a?", "yes")]
+    assert len(encode_rows(rows, with_template(smollm2, template), LONG, report)) == 1
+    assert report.events()[0]["reason"].startswith("refused by the chat template: ")
+
+
 def test_tokenizers_that_cannot_do_it_are_refused(smollm2: Any) -> None:
     bare = with_template(smollm2, None)
     with pytest.raises(ConfigError, match=r"chat template.*chat_template\.jinja"):

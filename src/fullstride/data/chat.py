@@ -26,6 +26,8 @@ Supervise = Literal["all", "last"]
 
 # Letters only, so that no template trims or escapes it.
 SENTINEL = "SENTINELANSWER"
+# what a chat template's code stumbles over, besides what it raises itself
+STUMBLES = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError)
 ROWS_PER_CALL = 256  # the tokenizer works on many texts at once; offsets of all of them are alive together
 NOTHING_LEFT = "no supervised token left"
 
@@ -151,7 +153,9 @@ class Encoder:
         try:
             text = self._apply_template(row.messages)
             answers = [self._answer(text, row.messages, turn) for turn in turns]
-        except TemplateError as error:  # such as roles that do not alternate
+        except ConfigError:
+            raise
+        except (TemplateError, *STUMBLES) as error:  # such as roles that do not alternate
             return self._drop(row, f"refused by the chat template: {error}")
         return Rendered(row, text, [answer for answer in answers if answer is not None])
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fullstride.config import Options
+from fullstride.config import LEAST_EPS, Options
 from fullstride.engine import checkpoint, weights_io
 from fullstride.engine.batch import HostBatch
 from fullstride.engine.state import Precision
@@ -320,13 +320,13 @@ def _positive(name: str, value: int) -> int:
 
 
 def _check_values(**values: float) -> None:
-    """Raise ConfigError for a value that would spoil the weights: eps 0, for one, divides 0 by 0."""
+    """Raise ConfigError for a value that would spoil the weights: eps 0 (in float32), for one, divides 0 by 0."""
     for name, value in values.items():
         if not isinstance(value, int | float | np.number):
             raise ConfigError(f"{name} must be a number, got {value!r}")
         below = 1.0 if name.startswith("beta") else math.inf
-        if not (0 <= value < below) or (name == "eps" and value == 0):
-            rule = "be positive and finite" if name == "eps" else f"lie in [0, {below})"
+        if not (0 <= value < below) or (name == "eps" and value < LEAST_EPS):
+            rule = f"be at least {LEAST_EPS} and finite" if name == "eps" else f"lie in [0, {below})"
             raise ConfigError(f"{name} must {rule}, got {value}")
 
 
