@@ -183,6 +183,18 @@ def test_peak_memory_sees_what_was_allocated_and_freed() -> None:
         assert trainer.peak_memory() < before + 2**29  # the peak since the last question
 
 
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_bench_reports_its_share_of_the_measured_ceiling(method: str, tmp_path: Path) -> None:
+    """Training is slower than its products and attention alone, and not by an order of magnitude at this size."""
+    from fullstride.config.commands import BenchConfig
+    from fullstride.run.bench import run_bench
+
+    make_model("qwen2", True, **(SIZES | {"hidden_size": 768})).save_pretrained(tmp_path)
+    told = run_bench(BenchConfig(model=str(tmp_path), method=method, batch_size=16, seq_len=1024, updates=2))
+    assert told["share_of_ceiling"] == pytest.approx(told["tokens_per_sec"] / told["ceiling_tokens_per_sec"])
+    assert 0.1 < told["share_of_ceiling"] < 1.0
+
+
 def test_loss_is_right_on_a_gpu(tmp_path: Path) -> None:
     model, batch = gpu_model("llama3", False, tmp_path), random_batch(ROWS, SEQ_LEN)
     with Trainer.from_pretrained(tmp_path, Options(dtype="fp32"), batch_size=ROWS, seq_len=SEQ_LEN) as trainer:

@@ -13,12 +13,13 @@ import numpy as np
 
 from fullstride.config import Options
 from fullstride.config.commands import BenchConfig
+from fullstride.engine.ceiling import bare_ceiling
 from fullstride.errors import ConfigError
 from fullstride.model.presets import PRESETS, preset
 from fullstride.model.spec import ModelConfig
 from fullstride.run.directory import check_writable
 from fullstride.run.flops import model_flops, peak_flops
-from fullstride.trainer.trainer import Trainer
+from fullstride.trainer.trainer import DTYPES, Trainer
 
 ROUNDS = 5  # medians that are reported
 WARM_UP = 2  # updates before: compiling, first allocations; in them every tensor's gradient is looked at
@@ -61,6 +62,7 @@ def run_bench(config: BenchConfig) -> dict[str, Any]:
             trainer, grad_accum, config.updates, config.lr or (1e-3 if config.method == "lora" else 1e-4)
         )
         parameters = trainer.num_parameters
+        head_chunk = trainer.engine.batch.chunk
     check_trains(measured.metrics, measured.dead)
 
     medians = [statistics.median(seconds) for seconds in measured.rounds]
@@ -68,6 +70,10 @@ def run_bench(config: BenchConfig) -> dict[str, Any]:
     tokens = grad_accum * config.batch_size * config.seq_len
     flops = model_flops(model, options, tokens, grad_accum * config.batch_size * config.seq_len**2)
     peak = peak_flops(options)
+    ceiling = None
+    if config.device == "cuda":
+        full = config.method == "full"
+        ceiling = bare_ceiling(model, config.batch_size, config.seq_len, head_chunk, full, DTYPES[config.dtype])
     result = {
         "model": config.model,
         "method": config.method,
@@ -81,6 +87,8 @@ def run_bench(config: BenchConfig) -> dict[str, Any]:
         "tokens_per_update": tokens,
         "seconds_per_update": medians,
         "tokens_per_sec": tokens / seconds,
+        "ceiling_tokens_per_sec": ceiling,
+        "share_of_ceiling": None if ceiling is None else tokens / seconds / ceiling,
         "model_tflops_per_sec": flops / seconds / 1e12,
         "mfu": None if peak is None else flops / seconds / peak,
         "peak_memory_gb": None if measured.peak_bytes is None else measured.peak_bytes / 1e9,
