@@ -7,6 +7,7 @@ import re
 import typing
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from fullstride.config import DTYPES, LORA_TARGETS, FinetuneConfig, Options
@@ -47,7 +48,10 @@ def finetune(**keys: object) -> FinetuneConfig:
         ({"final_lr_fraction": -0.1}, r"final-lr-fraction must be at least 0"),
         ({"eps": 0}, r"eps must be at least 1e-20, got 0\.0; leave it out for 1e-08"),
         ({"eps": 1e-50}, r"eps must be at least 1e-20"),  # 0 in float32
-        ({"lr": -1e-4}, r"lr must be at least 0, got -0\.0001; leave it out for automatic"),
+        ({"lr": -1e-4}, r"lr must be above 0, got -0\.0001; leave it out for automatic"),
+        ({"lr": 0}, r"lr must be above 0, got 0\.0; leave it out for automatic"),
+        ({"steps": 0}, r"steps must be at least 1, got 0; leave it out for automatic"),
+        ({"epochs": 0}, r"epochs must be at least 1, got 0; leave it out for automatic"),
         ({"lr": 2e4}, r"lr must be at most 1000"),
         ({"lr": 10**400}, r"lr must be a finite number"),
         ({"weight_decay": -0.1}, r"weight-decay must be at least 0"),
@@ -150,7 +154,7 @@ def test_options_are_those_of_the_run() -> None:
 @pytest.mark.parametrize("cls", [FinetuneConfig, BenchConfig, GenerateConfig])
 def test_every_number_must_be_finite(cls: type, value: float) -> None:
     needed = RUN if cls is FinetuneConfig else {"model": "m"} | ({"prompt": "p"} if cls is GenerateConfig else {})
-    numbers = [f.name for f in dataclasses.fields(cls) if f.type in ("int", "float", "int | str")]
+    numbers = [f.name for f in dataclasses.fields(cls) if f.type.split(" | ")[0] in ("int", "float")]
     assert len(numbers) >= 4
     for name in numbers:
         with pytest.raises(
@@ -163,13 +167,30 @@ def test_every_number_has_bounds() -> None:
     """A key without any would take nonsense: -1, or what float32 has no room for."""
     for cls in (FinetuneConfig, BenchConfig, GenerateConfig):
         for f in dataclasses.fields(cls):
-            if f.type in ("int", "float"):
+            if f.type.split(" | ")[0] in ("int", "float") and f.name != "resume":
                 assert f.metadata["now"] or any(f.metadata[bound] is not None for bound, _, _ in BOUNDS), f.name
 
 
-def test_lr_0_is_automatic_and_the_help_says_so() -> None:
-    assert finetune(device="cpu", lr=0).resolved().lr == 2e-4
-    assert "learning rate; 0: automatic" in help_text(FinetuneConfig, "finetune", "summary")
+def test_what_is_automatic_is_said_and_0_is_not() -> None:
+    assert finetune(device="cpu", lr=None).resolved().lr == 2e-4
+    assert "learning rate; automatic: 2e-4 for LoRA" in help_text(FinetuneConfig, "finetune", "summary")
+    for name in ("lr", "grad_accum"):
+        with pytest.raises(
+            UsageError, match=f"{name.replace('_', '-')} must be .*, got 0.*; leave it out for automatic"
+        ):
+            build(BenchConfig, {"model": "m", name: 0})
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    config = finetune(
+        steps=np.int64(1), lr=np.float32(0.5), packing=np.bool_(False), seed=np.array(7), resume=np.int32(3)
+    )
+    assert (config.steps, config.lr, config.packing, config.seed, config.resume) == (1, 0.5, False, 7, 3)
+    assert {type(v) for v in (config.steps, config.seed, config.resume)} == {int}
+    with pytest.raises(UsageError, match="seq-len must be a whole number"):
+        finetune(seq_len=np.float64(8))
+    with pytest.raises(UsageError, match="seq-len must be a whole number"):
+        finetune(seq_len=np.array([8]))
 
 
 def test_choices_are_those_of_the_layers_below() -> None:
@@ -202,8 +223,8 @@ def test_two_ways_to_write_a_list_are_one_configuration() -> None:
 
 
 def test_epochs_default_to_three_unless_steps_are_given() -> None:
-    assert (finetune().epochs, finetune().steps) == (3, 0)
-    assert (finetune(steps=5).epochs, finetune(steps=5).steps) == (0, 5)
+    assert (finetune().epochs, finetune().steps) == (3, None)
+    assert (finetune(steps=5).epochs, finetune(steps=5).steps) == (None, 5)
 
 
 def test_missing_keys_are_named() -> None:
@@ -248,6 +269,7 @@ def test_ways_to_write_a_switch(flags: list[str], expected: bool) -> None:
         (["--seq-len", "--lr", "1"], "--seq-len needs a value"),
         (["--seq-len", "8", "--seq-len", "9"], "seq-len is given twice"),
         (["--packing=maybe"], "packing must be true or false, got 'maybe'"),
+        (["--packing", "maybe"], "packing must be true or false, got 'maybe'"),
         (["--no-lr"], "unknown key 'no-lr'"),
         (["extra"], "unexpected 'extra'"),
         (["--epochs", "1", "--steps", "1"], "contradict"),
@@ -262,7 +284,7 @@ def test_a_flag_replaces_the_files_other_way_to_say_how_long(tmp_path: Path) -> 
     file = tmp_path / "run.toml"
     file.write_text(dump_toml(finetune(epochs=2)), encoding="utf-8")
     config = parse(FinetuneConfig, [str(file), "--steps", "9"])
-    assert (config.steps, config.epochs) == (9, 0)
+    assert (config.steps, config.epochs) == (9, None)
 
 
 @pytest.mark.parametrize(
@@ -294,7 +316,8 @@ def test_toml_round_trip_keeps_every_key(tmp_path: Path) -> None:
     assert parse(FinetuneConfig, [str(file)]) == config
     written = [line.split(" = ")[0] for line in file.read_text(encoding="utf-8").split("\n")[:-1]]
     assert written[:2] == ["model", "data"]
-    assert sorted(written) == sorted(f.name.replace("_", "-") for f in dataclasses.fields(FinetuneConfig))
+    names = {f.name.replace("_", "-") for f in dataclasses.fields(FinetuneConfig)}
+    assert sorted(written) == sorted(names - {"epochs"})  # which steps replace
 
 
 def test_help_names_every_key_with_its_default() -> None:
@@ -314,3 +337,6 @@ def test_positional_keys() -> None:
     assert parse(Copy, ["a", "b"], ("source", "target")) == Copy("a", "b")
     with pytest.raises(UsageError, match="unexpected 'c'"):
         parse(Copy, ["a", "b", "c"], ("source", "target"))
+    # a word after a switch may be such a key
+    config = parse(BenchConfig, ["--deterministic", "m"], ("model",))
+    assert (config.deterministic, config.model) == (True, "m")

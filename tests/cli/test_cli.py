@@ -124,10 +124,10 @@ def test_a_full_disk_is_one_line() -> None:
         assert help_into(full) == (1, "fullstride: error: [Errno 28] No space left on device\n")
 
 
-def test_a_reader_that_has_gone_is_one_line() -> None:
+def test_a_reader_that_has_gone_is_quiet() -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    assert help_into(writer) == (1, "fullstride: error: [Errno 32] Broken pipe\n")
+    assert help_into(writer) == (141, "")  # 128 + SIGPIPE, as shells say it
     os.close(writer)
 
 
@@ -137,6 +137,44 @@ def test_a_place_that_cannot_be_written_is_one_line(model: Path, tmp_path: Path,
     argv = ["--model", str(model), "--data", str(data), "--out", out, "--seq-len", "96", "--device", "cpu"]
     assert main(["finetune", *argv]) == 1
     assert re.fullmatch(r"fullstride: error: out: .*rows\.jsonl is a file.*\n", capsys.readouterr().err)
+
+
+def test_any_encoding_takes_any_text(model: Path, tmp_path: Path) -> None:
+    data = tmp_path / "é.jsonl"
+    data.write_text('{"prompt": "p", "completion": "日本"}\n', encoding="utf-8")
+    argv = ["--model", str(model), "--data", str(data), "--device", "cpu", "--seq-len", "32", "--dry-run"]
+    done = subprocess.run(
+        command("finetune", *argv),
+        capture_output=True,
+        check=False,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert rb"\u65e5\u672c" in done.stdout
+
+
+CONSOLE_SCRIPT = "import sys; from fullstride.cli.main import main; sys.exit(main())"
+
+
+@pytest.mark.parametrize("start", [["-m", "fullstride"], ["-c", CONSOLE_SCRIPT]])
+def test_an_interrupt_while_modules_are_imported_is_quiet(start: list[str], tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n", encoding="utf-8")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, *start, "finetune", "--model", "m", "--data", "d"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert (done.returncode, done.stderr) == (130, "")
+
+
+def test_hardly_anything_is_imported_where_an_interrupt_would_show() -> None:
+    code = "import sys\nimport fullstride.cli.main\nprint(*(name for name in sys.modules if 'fullstride' in name))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    names = {"fullstride", *(f"fullstride.{name}" for name in ("cli", "cli.main", "errors", "version"))}
+    assert set(done.stdout.split()) == names
 
 
 def test_help_is_quick() -> None:

@@ -49,6 +49,30 @@ def test_a_file_whose_name_holds_a_comma_is_one_file(tmp_path: Path) -> None:
     assert train(write(tmp_path / "a,b.jsonl", "1")) == ["1"]
 
 
+def test_names_in_a_list_may_hold_commas(tmp_path: Path) -> None:
+    a, b = write(tmp_path / "x,y" / "a.jsonl", "1"), write(tmp_path / "x,y" / "b,c.jsonl", "2")
+    assert train(f"{a},{b}") == ["1", "2"]
+    assert train(f"{b}, {a}") == ["2", "1"]
+    write(tmp_path / "x,y" / "train.jsonl", "3")
+    assert train(str(tmp_path / "x,y")) == ["3"]
+
+
+def test_a_list_may_be_longer_than_any_name(tmp_path: Path) -> None:
+    a = write(tmp_path / "a.jsonl", "1")
+    assert train(",".join([a] * 300)) == ["1"] * 300  # a path has at most 4096 bytes
+
+
+def test_messages_name_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    a = write(tmp_path / "a.jsonl", "1")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    (tmp_path / "p.parquet").touch()
+    for name in ("none.jsonl", f"{a},none.jsonl", str(tmp_path / "p.parquet"), f"{a}:0.5", "owner/name"):
+        with pytest.raises(ConfigError, match=r"^data[:=]"):
+            train(name)
+        with pytest.raises(ConfigError, match=r"^eval-data[:=]"):
+            evaluation(a, name)
+
+
 def test_a_directory_evaluates_on_validation_else_test(tmp_path: Path) -> None:
     write(tmp_path / "d" / "train.jsonl", "1")
     assert train(str(tmp_path / "d")) == ["1"]

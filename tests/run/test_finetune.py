@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -171,6 +172,21 @@ def test_case_3_a_short_window_weighs_as_a_long_one(model_dir: Path, tmp_path: P
         assert values == pytest.approx([values[0]] * 3, rel=1e-6)  # float32, one product more or less in the sum
 
 
+def test_rows_longer_than_the_model_was_made_for_are_noted(data_dir: Path, tmp_path: Path, capsys) -> None:
+    model = make_model(tmp_path / "short", dataclasses.replace(TINY, max_position_embeddings=64))
+    note = "seq-len 96 exceeds the 64 positions of the model (max_position_embeddings)"
+    run(model, data_dir, tmp_path / "run", steps=1)
+    assert f"note: {note}\n" in capsys.readouterr().out
+    assert [e["text"] for e in read_events(tmp_path / "run" / "log.jsonl") if e["event"] == "note"] == [note]
+    run(model, data_dir, tmp_path / "fits", steps=1, seq_len=64)
+    assert "note" not in capsys.readouterr().out
+
+
+def test_any_name_can_be_plotted(model_dir: Path, data_dir: Path, tmp_path: Path) -> None:
+    """Fonts lack characters, and matplotlib reads dollars as formulas; warnings are errors here."""
+    assert (run(model_dir, data_dir, tmp_path / "会議 $x_$", steps=1).out / "loss.png").is_file()
+
+
 # ---- the data's report
 
 
@@ -248,8 +264,6 @@ def test_damaged_models_are_refused_by_name(
 
 
 def test_a_tokenizer_larger_than_the_model_is_refused(data_dir: Path, tmp_path: Path) -> None:
-    import dataclasses
-
     model = make_model(tmp_path / "small", dataclasses.replace(TINY, vocab_size=VOCABULARY - 1))
     with pytest.raises(ConfigError, match="tokenizer has 259 tokens, the model only 258 embedding rows"):
         run(model, data_dir, tmp_path / "run", steps=1)
@@ -259,8 +273,12 @@ def test_a_tokenizer_larger_than_the_model_is_refused(data_dir: Path, tmp_path: 
 def test_no_rows_left_is_refused(model_dir: Path, tmp_path: Path) -> None:
     data = tmp_path / "rows.jsonl"
     data.write_text('{"prompt": "a", "completion": ""}\n', encoding="utf-8")
-    with pytest.raises(DataError, match="no data rows left with seq-len 96"):
+    with pytest.raises(DataError, match=r"^data=.*rows\.jsonl: no data rows left with seq-len 96"):
         run(model_dir, data, tmp_path / "run", steps=1)
+    good, empty = write_rows(tmp_path / "good.jsonl", 3), tmp_path / "empty.jsonl"
+    empty.touch()
+    with pytest.raises(DataError, match=r"^eval-data=.*empty\.jsonl: no data rows left"):
+        run(model_dir, good, tmp_path / "run", steps=1, eval_data=empty)
     with pytest.raises(ConfigError, match="no such file"):
         run(model_dir, tmp_path / "missing.jsonl", tmp_path / "run", steps=1)
     with pytest.raises(UsageError, match="weights are not available yet"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -16,7 +17,7 @@ from fullstride.engine.decode import Decoder
 from fullstride.errors import ConfigError
 from fullstride.run import generate as module
 from fullstride.run.generate import TextStream, choose, prompt_ids, stop_ids, tokens
-from tests.run.conftest import damaged, run
+from tests.run.conftest import TINY, damaged, make_model, run
 
 
 def generate(model: Path, **keys: Any) -> str:
@@ -125,6 +126,22 @@ def test_any_temperature_gives_a_token() -> None:
     generator = torch.Generator().manual_seed(1)
     assert {choose(logits, 5e-324, 1.0, generator) for _ in range(20)} == {1}
     assert {choose(logits, 1e308, 1.0, generator) for _ in range(100)} == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_spoilt_logits_are_one_message(temperature: float, value: float) -> None:
+    with pytest.raises(ConfigError, match="logits are infinite or NaN; look at its weights"):
+        choose(torch.tensor([1.0, value, 2.0]), temperature, 1.0, torch.Generator())
+
+
+def test_more_tokens_than_the_model_was_made_for_are_noted(tmp_path: Path, capsys) -> None:
+    model = make_model(tmp_path / "short", dataclasses.replace(TINY, max_position_embeddings=8))
+    capsys.readouterr()
+    generate(model, prompt="abc", raw=True, max_new_tokens=5)
+    assert "note" not in capsys.readouterr().err
+    generate(model, prompt="abc", raw=True, max_new_tokens=6)
+    assert "note: prompt (3 tokens) and max-new-tokens (6) exceed the 8 positions" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import fullstride as fs
 from fullstride.config import FinetuneConfig
 from fullstride.config.keys import build, parse
 from fullstride.errors import ConfigError
+from fullstride.run import directory as directory_module
 from fullstride.run import finetune as module
 from fullstride.run.inputs import EDGE, weights_digest
 from fullstride.run.interrupt import Stopped
@@ -198,7 +200,190 @@ def test_keys_that_may_change_on_resume(model_dir: Path, data_dir: Path, tmp_pat
     assert len(read_metrics(out / "metrics.csv")) == 5
 
 
+@pytest.mark.parametrize("latest", [None, "", "../elsewhere", "step_00000009"])
+def test_without_a_true_latest_the_newest_whole_checkpoint_counts(
+    model_dir: Path, data_dir: Path, tmp_path: Path, latest: str | None
+) -> None:
+    out = tmp_path / "run"
+    run(model_dir, data_dir, out, steps=4, save_every=2)
+    (out / "checkpoints" / "step_00000009").mkdir()  # not whole
+    if latest is None:
+        (out / "checkpoints" / "latest").unlink()
+    else:
+        (out / "checkpoints" / "latest").write_text(latest, encoding="utf-8")
+    assert run(model_dir, data_dir, out, steps=5).steps == 5
+    assert [e["step"] for e in read_events(out / "log.jsonl") if e["event"] == "resume"] == [4]
+
+
+def test_checkpoints_that_are_not_whole_are_never_deleted(model_dir: Path, data_dir: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    run(model_dir, data_dir, out, steps=2)
+    (out / "checkpoints" / "step_00000002" / "state.json").unlink()
+    before = {name: (out / name).read_bytes() for name in tree(out)}
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"no whole checkpoint \(it holds .*step_00000002\); restore one, remove"):
+            run(model_dir, data_dir, out, steps=2)
+        (out / "checkpoints" / "latest").unlink(missing_ok=True)
+    assert {name: (out / name).read_bytes() for name in tree(out)} == {
+        name: content for name, content in before.items() if name != "checkpoints/latest"
+    }
+    shutil.rmtree(out / "checkpoints")  # as the message says
+    assert run(model_dir, data_dir, out, steps=2).steps == 2
+
+
+def test_going_back_says_which_checkpoints_it_deletes(model_dir: Path, data_dir: Path, tmp_path: Path, capsys) -> None:
+    out = tmp_path / "run"
+    run(model_dir, data_dir, out, steps=3, save_every=1, keep=3)
+    run(model_dir, data_dir, out, steps=3, resume=1)
+    assert "checkpoints after step 1 are deleted: step_00000003, step_00000002" in capsys.readouterr().out
+    dropped = [e["checkpoints"] for e in read_events(out / "log.jsonl") if e["event"] == "dropped"]
+    assert dropped == [["step_00000003", "step_00000002"]]
+
+
+def test_what_a_killed_process_leaves_is_cleaned(
+    model_dir: Path, data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed while an old checkpoint is deleted, and while a new one is written."""
+    out = tmp_path / "run"
+
+    def killed(path: Path) -> None:
+        next(path.glob("*.json")).unlink()
+        raise Crash
+
+    with monkeypatch.context() as patch:
+        patch.setattr(directory_module.shutil, "rmtree", killed)
+        with pytest.raises(Crash):
+            run(model_dir, data_dir, out, steps=4, save_every=1, keep=1)
+    assert (out / "checkpoints" / ".step_00000001.removed").is_dir()
+    (out / "checkpoints" / ".step_00000007.partial").mkdir()
+    assert run(model_dir, data_dir, out, steps=4, save_every=1, keep=1).steps == 4
+    assert sorted(p.name for p in (out / "checkpoints").iterdir()) == ["latest", "step_00000004"]
+
+
+def test_a_run_killed_in_its_first_save_starts_anew(model_dir: Path, data_dir: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    run(model_dir, data_dir, out, steps=1)
+    shutil.rmtree(out / "checkpoints")
+    (out / "checkpoints" / ".step_00000001.partial").mkdir(parents=True)
+    assert run(model_dir, data_dir, out, steps=1).loss is not None
+
+
+def test_a_directory_is_one_process(model_dir: Path, data_dir: Path, tmp_path: Path, monkeypatch) -> None:
+    """A second run is refused before it writes and before weights are loaded; the first is not disturbed."""
+    out, original = tmp_path / "run", fs.Trainer.update
+
+    def update(self: fs.Trainer, **hyper: Any) -> dict[str, float]:
+        monkeypatch.setattr(fs.Trainer, "update", original)
+        before = {name: (out / name).read_bytes() for name in tree(out)}
+        for more in ({}, {"lr": 1.0}):
+            with monkeypatch.context() as patch, pytest.raises(ConfigError, match="another process is at work in"):
+                patch.setattr(module, "Trainer", None)
+                run(model_dir, data_dir, out, steps=2, **more)
+        assert {name: (out / name).read_bytes() for name in tree(out)} == before
+        return original(self, **hyper)
+
+    monkeypatch.setattr(fs.Trainer, "update", update)
+    assert run(model_dir, data_dir, out, steps=2).steps == 2
+
+
+def test_a_run_that_another_process_has_changed_meanwhile_is_refused(
+    model_dir: Path, data_dir: Path, tmp_path: Path
+) -> None:
+    """It was prepared before the other one held the directory: what it knows is no longer true."""
+    out = tmp_path / "run"
+    job = prepare(build(FinetuneConfig, keys(model_dir, data_dir, out, steps=2)))
+    c = job.config
+    with fs.Trainer(
+        job.model, c.options(), batch_size=c.batch_size, seq_len=c.seq_len, grad_accum=c.grad_accum
+    ) as trainer:
+        late = module.Run(job, trainer, module.load(trainer, job))
+        run(model_dir, data_dir, out, steps=2)
+        before = {name: (out / name).read_bytes() for name in tree(out)}
+        with pytest.raises(ConfigError, match=r"another process has been at work in .* meanwhile; start again"):
+            late.train()
+    assert {name: (out / name).read_bytes() for name in tree(out)} == before
+
+
+def test_fewer_updates_than_are_done_are_refused(model_dir: Path, data_dir: Path, tmp_path: Path, capsys) -> None:
+    out = tmp_path / "run"
+    run(model_dir, data_dir, out, steps=3)
+    before = {name: (out / name).read_bytes() for name in tree(out)}
+    with pytest.raises(ConfigError, match="has 3 updates behind it, and now it is to have 2 in all; give at least 3"):
+        run(model_dir, data_dir, out, steps=2)
+    capsys.readouterr()
+    run(model_dir, data_dir, out, steps=3, save_every=7)
+    assert "nothing is left to do: all 3 updates are done" in capsys.readouterr().out
+    assert {name: (out / name).read_bytes() for name in tree(out)} == before
+    shutil.rmtree(out / "adapter")  # then there is
+    assert run(model_dir, data_dir, out, steps=3).adapter == out / "adapter"
+    assert (out / "adapter" / "adapter_model.safetensors").is_file()
+
+
+def test_a_run_goes_on_without_the_adapter_it_began_with(
+    model_dir: Path, data_dir: Path, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    adapter = run(model_dir, data_dir, tmp_path / "first", steps=1).adapter
+    assert adapter is not None
+    shutil.copytree(adapter, tmp_path / "begun")
+    run(model_dir, data_dir, tmp_path / "run", steps=1, adapter="begun")
+    shutil.rmtree(tmp_path / "begun")
+    assert run(model_dir, data_dir, tmp_path / "run", steps=2, adapter="begun").steps == 2
+    with pytest.raises(ConfigError, match=r"no adapter_config\.json"):
+        run(model_dir, data_dir, tmp_path / "new", steps=1, adapter="begun")
+
+
+def test_deleted_data_is_missing_not_another_run(model_dir: Path, data_dir: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(data_dir)
+    for name, key in (("validation.jsonl", "eval-data"), ("train.jsonl", "data")):
+        run(model_dir, Path("train.jsonl"), tmp_path / f"run-{key}", steps=1, eval_data="validation.jsonl")
+        Path(name).rename("away")
+        with pytest.raises(ConfigError, match=rf"^{key}: no such file or directory: {name}"):
+            run(model_dir, Path("train.jsonl"), tmp_path / f"run-{key}", steps=2, eval_data="validation.jsonl")
+        Path("away").rename(name)
+
+
+@pytest.mark.parametrize("data", ["a.jsonl, b.jsonl", "a,b.jsonl", "a,b.jsonl,a.jsonl", "di,r", "./sample"])
+def test_every_run_toml_can_be_run_again(model_dir: Path, tmp_path: Path, monkeypatch, data: str) -> None:
+    here = tmp_path / "with, a comma"
+    (here / "di,r").mkdir(parents=True)
+    for name in ("a.jsonl", "b.jsonl", "a,b.jsonl", "di,r/train.jsonl", "sample"):
+        write_rows(here / name, 4)
+    monkeypatch.chdir(here)
+    model = damaged(model_dir, here / "mo,del")
+    run(model.relative_to(here), Path(data), Path("r,un"), steps=1)
+    monkeypatch.chdir("/")
+    config = parse(FinetuneConfig, [str(here / "r,un" / "run.toml"), "--steps", "2"])
+    assert module.run_finetune(config).steps == 2
+
+
 # ---- interruption and failure
+
+
+def test_when_the_reader_goes_away_the_state_is_saved(
+    model_dir: Path, data_dir: Path, tmp_path: Path, monkeypatch
+) -> None:
+    more = {"steps": 4, "eval_every": 2}
+    run(model_dir, data_dir, tmp_path / "whole", **more)
+    original = module.Progress.line
+    for words in ("step 2/4", "evaluation at step 2", "resumed at step 2"):
+        out = tmp_path / words.replace("/", " of ")
+
+        def line(self: module.Progress, text: str, words=words) -> None:
+            if text.startswith(words):
+                raise BrokenPipeError
+            original(self, text)
+
+        if words.startswith("resumed"):
+            shutil.copytree(tmp_path / "step 2 of 4", out)
+        with monkeypatch.context() as patch, pytest.raises(BrokenPipeError):
+            patch.setattr(module.Progress, "line", line)
+            run(model_dir, data_dir, out, **more)
+        assert (out / "checkpoints" / "latest").read_text(encoding="utf-8").strip() == "step_00000002"
+        assert read_events(out / "log.jsonl")[-1]["event"] == "interrupted"
+    for words in ("step 2 of 4", "evaluation at step 2", "resumed at step 2"):
+        run(model_dir, data_dir, tmp_path / words, **more)
+        assert exact(tmp_path / words) == exact(tmp_path / "whole")
 
 
 def test_stop_drops_the_window_saves_and_resumes(
@@ -314,7 +499,7 @@ def test_spoilt_weights_are_never_saved_or_exported(
     ):
         run(model_dir, data_dir / "train.jsonl", tmp_path / "run", epochs=1, save_every=2, method=method)
     names = {name for name in tree(tmp_path / "run") if not name.startswith("checkpoints/step_0000000")}
-    assert names == {"run.toml", "metrics.csv", "log.jsonl", "checkpoints/latest"}
+    assert names == {".lock", "run.toml", "metrics.csv", "log.jsonl", "checkpoints/latest"}
     assert (tmp_path / "run" / "checkpoints" / "latest").read_text(encoding="utf-8").strip() == "step_00000004"
 
 

@@ -8,17 +8,17 @@ library when it runs: `--help` is quick.
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from fullstride.config.keys import help_text, nearest, parse
 from fullstride.errors import ConfigError, UsageError
 from fullstride.version import __version__
 
 COMMANDS = ("finetune", "generate", "import-gguf", "bench", "demo")
-DONE, FAILED, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130
+DONE, FAILED, WRONG_USAGE, INTERRUPTED, NO_READER = 0, 1, 2, 130, 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,12 +26,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     traceback."""
     argv = sys.argv[1:] if argv is None else list(argv)
     try:
+        if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal's encoding may lack characters of data and answers
+            sys.stdout.reconfigure(errors="backslashreplace")
         status = dispatch(argv)
         sys.stdout.flush()
         return status
     except ConfigError as error:
         return failed(str(error), WRONG_USAGE if isinstance(error, UsageError) else FAILED)
-    except OSError as error:  # a full disk, a missing permission, a reader of our output that has gone
+    except BrokenPipeError:  # `| head` has seen enough
+        drop_output()
+        return NO_READER
+    except OSError as error:  # a full disk, a missing permission
         drop_output()
         return failed(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
     except MemoryError as error:
@@ -56,6 +61,8 @@ def failed(reason: str, status: int = FAILED) -> int:
 
 def dispatch(argv: list[str]) -> int:
     """As main, but raises."""
+    from fullstride.config.keys import help_text, nearest, parse  # in here, where Ctrl-C is seen to
+
     if not argv or argv[0] in ("--help", "-h", "help"):
         print(usage())
         return DONE if argv else WRONG_USAGE

@@ -48,7 +48,7 @@ def resolve_device(device: str) -> str:
 class Options:
     """What the Trainer needs beyond the model: method, LoRA, precision, memory, splitting, device, seed.
 
-    Raises UsageError for a value that is not legal, does not work yet, or contradicts another. "" and 0 mean
+    Raises UsageError for a value that is not legal, does not work yet, or contradicts another. "", 0 and None mean
     automatic where the help says so; `resolved()` replaces them.
     """
 
@@ -159,9 +159,11 @@ class FinetuneConfig(Options):
     seq_len: int = key(1024, "tokens per row", at_least=2)
     batch_size: int = key(4, "rows per micro-step", at_least=1)
     grad_accum: int = key(4, "micro-steps per update", at_least=1)
-    steps: int = key(0, "updates, instead of epochs; 0: automatic", at_least=0, may_change=True, instead_of="epochs")
-    epochs: int = key(0, "passes over the data; automatic: 3", at_least=0, may_change=True, instead_of="steps")
-    lr: float = key(0.0, "learning rate; 0: automatic (2e-4 for LoRA, 1e-5 for full)", at_least=0, at_most=MOST_LR)
+    steps: int | None = key(None, "updates, instead of epochs", at_least=1, may_change=True, instead_of="epochs")
+    epochs: int | None = key(
+        None, "passes over the data; automatic: 3", at_least=1, may_change=True, instead_of="steps"
+    )
+    lr: float | None = key(None, "learning rate; automatic: 2e-4 for LoRA, 1e-5 for full", above=0, at_most=MOST_LR)
     schedule: str = key("cosine", "how the rate falls", choices=("cosine", "linear", "constant", "wsd"))
     warmup: float = key(0.0, "updates, or a fraction of all updates when below 1; less than the run", at_least=0)
     final_lr_fraction: float = key(0.1, "the last rate as a fraction of lr", at_least=0, at_most=1)
@@ -187,16 +189,16 @@ class FinetuneConfig(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.steps and self.epochs:
+        if self.steps is not None and self.epochs is not None:
             raise UsageError(f"steps = {self.steps} and epochs = {self.epochs} contradict each other; give one of them")
-        if not self.steps and not self.epochs:
+        if self.steps is None and self.epochs is None:
             object.__setattr__(self, "epochs", 3)
         if self.warmup >= 1 and self.warmup != int(self.warmup):
             raise UsageError(f"warmup must be a whole number of updates, or a fraction below 1, got {self.warmup}")
-        if self._lr * self.weight_decay > 1:
+        if self.rate * self.weight_decay > 1:
             raise UsageError(
-                f"lr times weight-decay, which an update takes off a weight, must be at most 1, got {self._lr:g} times "
-                f"{self.weight_decay:g}; lower one of them"
+                "lr times weight-decay, which an update takes off a weight, must be at most 1, "
+                f"got {self.rate:g} times {self.weight_decay:g}; lower one of them"
             )
         if isinstance(self.resume, str) and self.resume not in ("auto", "never"):
             raise UsageError(f"resume must be auto, never or a step, got {self.resume!r}")
@@ -213,8 +215,9 @@ class FinetuneConfig(Options):
 
     def resolved(self) -> Self:
         """See Options.resolved; the learning rate is decided too."""
-        return dataclasses.replace(super().resolved(), lr=self._lr)
+        return dataclasses.replace(super().resolved(), lr=self.rate)
 
     @property
-    def _lr(self) -> float:
-        return self.lr or (2e-4 if self.method == "lora" else 1e-5)
+    def rate(self) -> float:
+        """The learning rate, also where `lr` is automatic."""
+        return self.lr if self.lr is not None else 2e-4 if self.method == "lora" else 1e-5

@@ -16,11 +16,11 @@ class BenchConfig(Options):
     model: str = key("", "built-in name, directory or config.json", required=True)
     seq_len: int = key(1024, "tokens per row", at_least=2)
     batch_size: int = key(4, "rows per micro-step", at_least=1)
-    grad_accum: int = key(
-        0, "micro-steps per update; automatic: at least 65,536 tokens an update on a GPU, 1 on a CPU", at_least=0
+    grad_accum: int | None = key(
+        None, "micro-steps per update; automatic: at least 65,536 tokens an update on a GPU, 1 on a CPU", at_least=1
     )
     updates: int = key(5, "updates in each of five measurements", at_least=1)
-    lr: float = key(0.0, "learning rate; 0: automatic (1e-3 for LoRA, 1e-4 for full)", at_least=0, at_most=MOST_LR)
+    lr: float | None = key(None, "learning rate; automatic: 1e-3 for LoRA, 1e-4 for full", above=0, at_most=MOST_LR)
     json: str = key("", "file to write the result to")
 
 

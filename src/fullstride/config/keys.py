@@ -16,6 +16,7 @@ import tomllib
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import NoneType
 from typing import Any, TypeVar
 
 from fullstride.errors import ConfigError, UsageError
@@ -85,12 +86,22 @@ def fields_of(config: Any) -> list[dataclasses.Field[Any]]:
 
 def check_fields(config: Any) -> None:
     """Check type, choices, bounds and what works now for every field; lists become tuples. For `__post_init__`."""
-    hints = typing.get_type_hints(type(config))
+    hints = _types(type(config))
     for f in dataclasses.fields(config):
-        value = _typed(f.name, getattr(config, f.name), hints[f.name])
+        if (value := getattr(config, f.name)) is None and f.default is None:
+            continue
+        value = _typed(f.name, value, hints[f.name])
         object.__setattr__(config, f.name, value)
         if "help" in f.metadata:
             _check_value(f, value)
+
+
+def _types(cls: type) -> dict[str, Any]:
+    """What a given value of each field is; None beside it, which a value can not be, stands for automatic."""
+    hints = typing.get_type_hints(cls)
+    return {
+        name: typing.get_args(hint)[0] if NoneType in typing.get_args(hint) else hint for name, hint in hints.items()
+    }
 
 
 def _check_value(f: dataclasses.Field[Any], value: Any) -> None:
@@ -113,7 +124,7 @@ def _check_value(f: dataclasses.Field[Any], value: Any) -> None:
 
 def _default(f: dataclasses.Field[Any]) -> str:
     """A key's default as its user writes it; "" where it is automatic."""
-    automatic = not f.default and ("automatic" in f.metadata["help"] or f.default in ("", ()))
+    automatic = not f.default and ("automatic" in f.metadata["help"] or f.default in ("", (), None))
     return "" if automatic else _shown(f.default)
 
 
@@ -125,6 +136,8 @@ def _shown(value: Any) -> str:
 
 def _typed(name: str, value: Any, hint: Any) -> Any:
     """`value` (from Python or TOML) as the field's type, or UsageError."""
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):  # a number of NumPy or torch
+        value = value.item()
     if isinstance(value, os.PathLike) and hint is str:
         value = os.fspath(value)
     if isinstance(value, str) and not _is_text(value):
@@ -234,7 +247,7 @@ def parse(cls: type[Config], argv: Sequence[str], positional: Sequence[str] = ()
 
 def _read_flags(cls: type, argv: Sequence[str], positional: Sequence[str]) -> dict[str, Any]:
     """Values by field name; the TOML file, if one is named, under ""."""
-    hints = typing.get_type_hints(cls)
+    hints = _types(cls)
     flags: dict[str, Any] = {}
     words, unnamed = list(argv), list(positional)
     while words:
@@ -256,7 +269,8 @@ def _read_flags(cls: type, argv: Sequence[str], positional: Sequence[str]) -> di
                 name = _known(cls, name)
                 if not has_value:
                     follows = bool(words) and not words[0].startswith("--")
-                    if hints[name] is bool and not (follows and words[0].lower() in BOOLEANS):
+                    # a word that nothing else could be is a wrong value of the switch before it
+                    if hints[name] is bool and not (follows and (words[0].lower() in BOOLEANS or not unnamed)):
                         text = "true"
                     elif not follows:
                         raise UsageError(f"--{dashed(name)} needs a value: {_expected(hints[name])}")
@@ -282,7 +296,7 @@ def help_text(cls: type, command: str, summary: str, positional: Sequence[str] =
 
 
 def dump_toml(config: Any) -> str:
-    """`config` as TOML that `parse` reads back to an equal one."""
+    """`config` as TOML that `parse` reads back to an equal one: what is None is left out."""
 
     def literal(value: Any) -> str:
         if isinstance(value, bool):
@@ -294,4 +308,5 @@ def dump_toml(config: Any) -> str:
         # JSON's escapes are TOML's too, but TOML wants DEL escaped as well
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
-    return "".join(f"{dashed(f.name)} = {literal(getattr(config, f.name))}\n" for f in fields_of(config))
+    values = {dashed(f.name): getattr(config, f.name) for f in fields_of(config)}
+    return "".join(f"{name} = {literal(value)}\n" for name, value in values.items() if value is not None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,51 +35,76 @@ def load_eval(data: str, eval_data: str | None, report: Report) -> list[Row] | N
     """
     if eval_data is None:
         return load_source(data, "eval", report)
-    rows = load_source(eval_data, "eval", report)
-    if rows is not None:
-        return rows
-    if _is_files(eval_data):
-        return load_train(eval_data, report)
-    raise DataError(
-        f"eval-data={eval_data} has no evaluation part: looked for {_names(EVAL_SPLITS)}; name a JSONL file"
-    )
+    paths = source_paths(eval_data, "eval-data")
+    whole = bool(paths) and not paths[0].is_dir()
+    rows = load_source(eval_data, "train" if whole else "eval", report, "eval-data")
+    if rows is None:
+        raise DataError(
+            f"eval-data={eval_data} has no evaluation part: looked for {_names(EVAL_SPLITS)}; name a JSONL file"
+        )
+    return rows
 
 
-def load_source(name: str, split: Split, report: Report) -> list[Row] | None:
+def load_source(name: str, split: Split, report: Report, key: str = "data") -> list[Row] | None:
     """The rows of one part of a source; None where it has no evaluation part (plain files never have one).
 
     `ami` trains on train and validation, and evaluates on test. `sample` evaluates on its last 8 rows. A directory
     trains on train.jsonl and evaluates on validation.jsonl, else test.jsonl. The names `ami` and `sample` win over a
-    path of that name: write `./ami` for the path.
+    path of that name: write `./ami` for the path. `key` is the one that names the source, for messages.
     """
+    paths = source_paths(name, key)
     if name == "sample":
         rows = read_rows(SAMPLE, report)
         return rows[:-NUM_SAMPLE_EVAL] if split == "train" else rows[-NUM_SAMPLE_EVAL:]
     if name == "ami":
-        return _hub_rows(AMI, ("train", "validation") if split == "train" else ("test",), report)
-    if Path(name).is_dir():
-        return _directory_rows(Path(name), split, report)
-    if _is_files(name):
-        files = [Path(name)] if Path(name).exists() else [_listed_file(part.strip()) for part in name.split(",")]
-        for file in files:
-            _refuse_parquet(file)
-        return [row for file in files for row in read_rows(file, report)] if split == "train" else None
+        return _hub_rows(AMI, ("train", "validation") if split == "train" else ("test",), report, key)
+    if not paths:
+        return _hub_rows(name, ("train",) if split == "train" else None, report, key)
+    if paths[0].is_dir():
+        return _directory_rows(paths[0], split, report, key)
+    for file in paths:
+        _refuse_parquet(file, key)
+    return [row for file in paths for row in read_rows(file, report)] if split == "train" else None
+
+
+def source_paths(name: str, key: str = "data") -> list[Path]:
+    """The directory or the files that a source names; none for a built-in name or a dataset of the Hub.
+
+    Raises ConfigError, which names `key`, for what is missing.
+    """
+    if name in ("ami", "sample"):
+        return []
+    if _holds(name, Path.is_dir) or _holds(name, Path.is_file):
+        return [Path(name)]
+    if "," in name or _weight(name) is not None:
+        return _listed_files(name, key)
     if not _is_hub_id(name):
-        raise ConfigError(f"data: no such file or directory: {name}; name a JSONL file, a directory, ami or sample")
-    return _hub_rows(name, ("train",), report) if split == "train" else _hub_rows(name, None, report)
+        raise ConfigError(f"{key}: no such file or directory: {name}; name a JSONL file, a directory, ami or sample")
+    return []
 
 
-def _is_files(name: str) -> bool:
-    """Whether `name` is a file or a list of files (which then must exist), rather than a dataset of the Hub."""
-    return Path(name).is_file() or "," in name or _weight(name) is not None
+def _listed_files(names: str, key: str) -> list[Path]:
+    """The files of a comma-separated list. A name may hold commas too: the longest one that is a file is taken."""
+    parts, files = names.split(","), []
+    while parts:
+        joined = {n: ",".join(parts[:n]).strip() for n in range(len(parts), 0, -1)}
+        taken = next((n for n, name in joined.items() if _holds(name, Path.is_file)), 1)
+        name = joined[taken]
+        if not _holds(name, Path.is_file):
+            if _weight(name) is not None:
+                raise UsageError(f"{key}: weights are not available yet, got {name}; leave out :{_weight(name)}")
+            name = name or "(nothing)"
+            raise ConfigError(f"{key}: no such file: {name}; a comma-separated list names existing JSONL files")
+        files.append(Path(name))
+        parts = parts[taken:]
+    return files
 
 
-def _listed_file(part: str) -> Path:
-    if Path(part).is_file():
-        return Path(part)
-    if _weight(part) is not None:
-        raise UsageError(f"data: weights are not available yet, got {part}; leave out :{_weight(part)}")
-    raise ConfigError(f"data: no such file: {part or '(nothing)'}; a comma-separated list names existing JSONL files")
+def _holds(name: str, check: Callable[[Path], bool]) -> bool:
+    try:
+        return check(Path(name))
+    except OSError:  # a list of files may be too long for a name
+        return False
 
 
 def _weight(part: str) -> str | None:
@@ -86,9 +112,9 @@ def _weight(part: str) -> str | None:
     return match and match[1]
 
 
-def _refuse_parquet(file: Path) -> None:
+def _refuse_parquet(file: Path, key: str) -> None:
     if file.suffix.lower() == ".parquet":
-        raise ConfigError(f"data: Parquet is not supported yet: {file}; convert to JSONL")
+        raise ConfigError(f"{key}: Parquet is not supported yet: {file}; convert to JSONL")
 
 
 def _is_hub_id(name: str) -> bool:
@@ -99,28 +125,23 @@ def _is_hub_id(name: str) -> bool:
     )
 
 
-def _directory_rows(directory: Path, split: Split, report: Report) -> list[Row] | None:
+def _directory_rows(directory: Path, split: Split, report: Report, key: str) -> list[Row] | None:
     wanted = ("train",) if split == "train" else EVAL_SPLITS
     for part in wanted:
         file = directory / f"{part}.jsonl"
         if file.is_file():
             return read_rows(file, report)
     for part in wanted:
-        _refuse_parquet_in(directory, part)
+        if (directory / f"{part}.parquet").exists():
+            _refuse_parquet(directory / f"{part}.parquet", key)
     if split == "train":
-        raise DataError(f"data={directory} has no training rows: looked for train.jsonl; put one there or name a file")
+        raise DataError(f"{key}={directory} has no training rows: looked for train.jsonl; put one there or name a file")
     return None
 
 
-def _refuse_parquet_in(directory: Path, part: str) -> None:
-    file = directory / f"{part}.parquet"
-    if file.exists():
-        _refuse_parquet(file)
-
-
-def _hub_rows(dataset: str, splits: tuple[str, ...] | None, report: Report) -> list[Row] | None:
+def _hub_rows(dataset: str, splits: tuple[str, ...] | None, report: Report, key: str) -> list[Row] | None:
     """The rows of the named splits; `splits` None: of the first evaluation split there is, or None without one."""
-    loaded = _load_dataset(dataset)
+    loaded = _load_dataset(dataset, key)
     if splits is None:
         splits = tuple(split for split in EVAL_SPLITS if split in loaded)[:1]
         if not splits:
@@ -131,12 +152,13 @@ def _hub_rows(dataset: str, splits: tuple[str, ...] | None, report: Report) -> l
     return [row for split in splits for row in parse_rows(loaded[split], f"{dataset}/{split}", report)]
 
 
-def _load_dataset(dataset: str) -> dict[str, Any]:
+def _load_dataset(dataset: str, key: str) -> dict[str, Any]:
     try:
         import datasets  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ConfigError(
-            f"data={dataset} is not a path here; as a Hub dataset it needs the extra hub: pip install 'fullstride[hub]'"
+            f"{key}={dataset} is not a path here; as a Hub dataset it needs the extra hub: "
+            "pip install 'fullstride[hub]'"
         ) from error
     try:
         return datasets.load_dataset(dataset, token=os.environ.get("HF_TOKEN"))

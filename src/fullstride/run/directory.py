@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,10 +17,14 @@ from fullstride.engine.checkpoint import LATEST, checkpoint_name, find_checkpoin
 from fullstride.errors import ConfigError
 from fullstride.files import replace_text
 
+LOCK = ".lock"
+REMOVED = ".removed"  # what a checkpoint that is being deleted ends with
+LEFT_BEHIND = (".partial", REMOVED)  # endings of what a killed process leaves, of no use to anybody
+
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """Paths of one run. Nothing is written before `create`."""
+    """Paths of one run. Nothing is written before `lock`."""
 
     path: Path
 
@@ -36,7 +43,7 @@ class RunDirectory:
         elif not self.path.is_dir():
             raise ConfigError(f"out: {self.path} is a file; choose another --out or --name")
         else:
-            found = any(self.path.iterdir())
+            found = any(path.name != LOCK for path in self.path.iterdir())
         if found and not self.config_file.is_file():
             raise ConfigError(f"out: {self.path} is not empty and holds no run; choose another --out or --name")
         if found and config.resume == "never":
@@ -65,30 +72,79 @@ class RunDirectory:
                 "or give the values it was started with"
             )
 
-    def create(self, config: FinetuneConfig) -> None:
-        """Make the directory and write run.toml; running that goes on with the run, whatever `resume` was this time."""
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Make the directory and hold it for this process; the kernel lets go of it however the process ends.
+
+        Raises ConfigError when another process holds it.
+        """
         self.path.mkdir(parents=True, exist_ok=True)
+        with (self.path / LOCK).open("a") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(
+                    f"out: another process is at work in {self.path}; wait for its end, or choose another --out or "
+                    "--name"
+                ) from None
+            except OSError as error:
+                raise ConfigError(
+                    f"out: {self.path} cannot be locked against other processes ({error.strerror}); choose a place on "
+                    "another file system"
+                ) from error
+            yield
+
+    def check_free(self) -> None:
+        """Raise ConfigError when another process holds the directory."""
+        if (self.path / LOCK).is_file():
+            with self.lock():
+                pass
+
+    def create(self, config: FinetuneConfig) -> None:
+        """Write run.toml; running that goes on with the run, whatever `resume` was this time."""
         replace_text(self.config_file, dump_toml(dataclasses.replace(config, resume="auto")))
 
     def latest(self) -> int:
-        """The step of the newest checkpoint, 0 without any. Raises ConfigError when `latest` names a missing one."""
-        if not (self.checkpoints / LATEST).is_file():
-            return 0
-        folder = find_checkpoint(self.checkpoints).name
-        return int("".join(filter(str.isdigit, folder)))
+        """The step of the newest whole checkpoint: the one that `latest` names or else the last; 0 without any.
 
-    def drop_after(self, step: int) -> None:
-        """Forget checkpoints after `step`: the run goes on from there, maybe another way."""
+        Raises ConfigError when there is something in checkpoints/, but no whole one: a new start would delete it.
+        """
+        try:
+            folder = find_checkpoint(self.checkpoints).name
+            return int("".join(filter(str.isdigit, folder)))
+        except ConfigError:  # `latest` is missing or damaged, or what it names is
+            found = steps(self.checkpoints)
+        left = [] if not self.checkpoints.is_dir() else sorted(path.name for path in self.checkpoints.iterdir())
+        if not found and any(not name.endswith(LEFT_BEHIND) for name in left):
+            raise ConfigError(
+                f"out: {self.checkpoints} holds no whole checkpoint (it holds {', '.join(left[:4])}); restore one, "
+                "remove that directory to start anew, or choose another --out or --name"
+            )
+        return max(found, default=0)
+
+    def drop_after(self, step: int) -> list[str]:
+        """Delete checkpoints after `step`, from where the run goes on, maybe another way; returns their names."""
         later = [s for s in steps(self.checkpoints) if s > step]
-        if later and step:
+        if later:
             replace_text(self.checkpoints / LATEST, checkpoint_name(step) + "\n")
-        for s in later:
-            shutil.rmtree(self.checkpoints / checkpoint_name(s))
+        return [self._delete(s) for s in reversed(later)]
 
     def prune(self, keep: int) -> None:
         """Delete all but the newest `keep` checkpoints."""
         for step in steps(self.checkpoints)[:-keep]:
-            shutil.rmtree(self.checkpoints / checkpoint_name(step))
+            self._delete(step)
+
+    def _delete(self, step: int) -> str:
+        # renamed first: a process that is killed meanwhile leaves nothing that looks like a checkpoint
+        folder = self.checkpoints / checkpoint_name(step)
+        shutil.rmtree(folder.rename(folder.with_name(f".{folder.name}{REMOVED}")))
+        return folder.name
+
+    def clean(self) -> None:
+        """Remove what a process that was killed left in checkpoints/."""
+        for path in self.checkpoints.glob(".step_*") if self.checkpoints.is_dir() else ():
+            if path.name.endswith(LEFT_BEHIND):
+                shutil.rmtree(path)
 
 
 def check_writable(key: str, directory: Path) -> None:

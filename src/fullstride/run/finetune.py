@@ -18,7 +18,7 @@ from fullstride.files import whole_directory
 from fullstride.model.hf import TOKENIZER_FILES
 from fullstride.run.flops import model_flops, peak_flops
 from fullstride.run.interrupt import Stopped, StopRequest
-from fullstride.run.metrics import EventLog, MetricsFile, update_row
+from fullstride.run.metrics import EventLog, MetricsFile, read_events, update_row
 from fullstride.run.plot import plot_loss
 from fullstride.run.prepare import Job, prepare, preview
 from fullstride.run.progress import Progress
@@ -108,7 +108,13 @@ class Run:
 
     def train(self) -> FinetuneResult:
         """All updates that are left, evaluations, checkpoints and exports."""
-        with self.stop, self.progress:
+        with self.directory.lock(), self.stop, self.progress:
+            if self.finished():
+                self.eval_loss = self.metrics.eval_loss()
+                self.progress.line(
+                    f"nothing is left to do: all {self.done} updates are done; more: --steps or --epochs"
+                )
+                return self.result()
             try:
                 self.begin()
                 for step in range(self.done + 1, self.job.num_steps + 1):
@@ -120,17 +126,31 @@ class Run:
                     # last, so that what a checkpoint counts as done is done
                     if self.config.save_every and step % self.config.save_every == 0:
                         self.save()
-            except Stopped:
-                self.interrupted()
+            except (Stopped, BrokenPipeError) as stop:  # or the reader of our output has gone
+                kept = self.interrupted()
+                if isinstance(stop, Stopped):
+                    self.progress.line(kept)
                 raise
             return self.finish()
 
+    def finished(self) -> bool:
+        """Whether the last call in this directory has done all of the run, exports included."""
+        last = read_events(self.log.path)[-1:]
+        ended = any(e["event"] == "end" and e["step"] == self.done == self.job.num_steps for e in last)
+        return ended and self.exported.is_dir()
+
     def begin(self) -> None:
-        """Make the run directory, or cut it back to the update from which the run goes on."""
+        """Begin the run directory, or cut it back to the update from which the run goes on."""
+        if self.directory.start_step(self.config) != self.done:
+            raise ConfigError(f"out: another process has been at work in {self.directory.path} meanwhile; start again")
         self.directory.create(self.config)
-        self.directory.drop_after(self.done)
+        self.directory.clean()
+        dropped = self.directory.drop_after(self.done)
         self.metrics.begin(self.done)
         self.log.begin(self.done)
+        if dropped:
+            self.progress.line(f"checkpoints after step {self.done} are deleted: {', '.join(dropped)}")
+            self.log.write("dropped", step=self.done, checkpoints=dropped)
         self.job.loader.seek(self.position)
         trainable, total = self.trainer.num_parameters
         parameters = {"trainable_parameters": trainable, "parameters": total}
@@ -144,6 +164,8 @@ class Run:
         self.log.write("start", num_steps=self.job.num_steps, **parameters)
         for event in self.job.report.events():
             self.log.write(**event)
+        for note in self.job.notes:
+            self.log.write("note", text=note)
         self.eval_loss_before = self.evaluate()
 
     def update(self, step: int) -> dict[str, Any]:
@@ -155,7 +177,7 @@ class Run:
             self.stop.check()
             self.trainer.step(batch.inputs, batch.targets, batch.documents)
         self.stop.check()
-        lr = learning_rate(c.schedule, step, job.num_steps, c.lr, c.warmup, c.final_lr_fraction)
+        lr = learning_rate(c.schedule, step, job.num_steps, c.rate, c.warmup, c.final_lr_fraction)
         metrics = self.trainer.update(
             lr=lr,
             beta1=c.beta1,
@@ -181,7 +203,6 @@ class Run:
             mfu=None if self.peak is None else flops / seconds / self.peak,
         )
         self.done, self.position, self.loss = step, job.loader.position, metrics["loss"]
-        self.progress.update(row)
         return row
 
     def evaluates_after(self, step: int) -> bool:
@@ -189,11 +210,12 @@ class Run:
         return step >= self.job.num_steps or (every > 0 and step % every == 0)
 
     def record(self, row: dict[str, Any]) -> None:
-        """Evaluate where that is due, and write the update's row."""
+        """Show the update, evaluate where that is due, and write the update's row."""
         try:
+            self.progress.update(row)
             if self.evaluates_after(row["step"]):
                 row["eval_loss"] = self.evaluate()
-        finally:  # the update has happened: its row is written, also when the evaluation is interrupted
+        finally:  # the update has happened: its row is written, also when this is interrupted
             self.metrics.append(row)
             self.log.write("update", **row)
 
@@ -211,6 +233,7 @@ class Run:
     def check_weights(self) -> None:
         """Raise ConfigError, before they are saved or exported, when the last update has spoilt the weights."""
         if not self.trainer.parameters_finite():
+            self.log.write("non-finite", step=self.done)
             raise ConfigError(f"weights are infinite or NaN after step {self.done}; {self.good()}. Lower lr")
 
     def good(self) -> str:
@@ -272,26 +295,33 @@ class Run:
                     shutil.copyfile(self.job.model_path / name, new / name)
         self.log.write("export", step=self.done, path=str(directory))
 
-    def interrupted(self) -> None:
-        """Save what is complete; the unfinished window is dropped."""
+    def interrupted(self) -> str:
+        """Save what is complete, and say what that is; the unfinished window is dropped."""
         self.trainer.discard()
         self.save()
         self.log.write("interrupted", step=self.done)
         kept = f"state of step {self.done} is saved" if self.done else "no update was complete, nothing to save"
-        self.progress.line(f"interrupted: {kept}; resume with: fullstride finetune {self.directory.config_file}")
+        return f"interrupted: {kept}; resume with: fullstride finetune {self.directory.config_file}"
+
+    @property
+    def exported(self) -> Path:
+        """Where what was trained ends up."""
+        return self.directory.path / ("adapter" if self.config.method == "lora" else "model")
 
     def finish(self) -> FinetuneResult:
         """The last checkpoint, what was trained, and the loss curve."""
-        path, adapter, model = self.directory.path, None, None
         self.save()
         if self.config.method == "lora":
-            adapter = path / "adapter"
-            self.export_adapter(adapter)
+            self.export_adapter(self.exported)
         else:
-            model = path / "model"
-            self.trainer.export_model(model, self.config.export_dtype, overwrite=True)
-            self.log.write("export", step=self.done, path=str(model))
-        plot_loss(path)
+            self.trainer.export_model(self.exported, self.config.export_dtype, overwrite=True)
+            self.log.write("export", step=self.done, path=str(self.exported))
+        plot_loss(self.directory.path)
         self.log.write("end", step=self.done, loss=self.loss, eval_loss=self.eval_loss)
-        self.progress.line(f"done: {adapter or model}")
-        return FinetuneResult(path, self.done, self.loss, self.eval_loss_before, self.eval_loss, adapter, model)
+        self.progress.line(f"done: {self.exported}")
+        return self.result()
+
+    def result(self) -> FinetuneResult:
+        adapter, model = (self.exported, None) if self.config.method == "lora" else (None, self.exported)
+        losses = self.loss, self.eval_loss_before, self.eval_loss
+        return FinetuneResult(self.directory.path, self.done, *losses, adapter, model)

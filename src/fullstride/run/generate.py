@@ -27,12 +27,14 @@ def generate(config: GenerateConfig) -> str:
     """
     c = config
     directory = find_model(c.model)
-    tokenizer = load_tokenizer(directory, ModelConfig.from_pretrained(directory))
+    model = ModelConfig.from_pretrained(directory)
+    tokenizer = load_tokenizer(directory, model)
     stops = stop_ids(directory, tokenizer)
     device = resolve_device(c.device)
     prompt = _read_prompt(Path(c.prompt_file)) if c.prompt_file else c.prompt
     ids = prompt_ids(tokenizer, prompt, c.system, c.raw)
     dtype = DTYPES[c.dtype or default_dtype(device)]
+    check_length(model, len(ids), c.max_new_tokens)
     decoder = Decoder.from_pretrained(directory, c.adapter or None, dtype, torch.device(device))
     started, count, text = time.perf_counter(), 0, TextStream(tokenizer, print_piece)
     for token in tokens(decoder, ids, stops, c.max_new_tokens, c.temperature, c.top_p, c.seed):
@@ -46,6 +48,16 @@ def generate(config: GenerateConfig) -> str:
         f"{count} tokens in {seconds:.1f} s: {count / seconds:.1f} tokens/s, prompt {len(ids)} tokens", file=sys.stderr
     )
     return text.text
+
+
+def check_length(model: ModelConfig, prompt: int, new: int) -> None:
+    """Say on standard error when the text may outgrow the positions that the model was made for."""
+    if prompt + new > model.max_position_embeddings:
+        print(
+            f"note: prompt ({prompt:,} tokens) and max-new-tokens ({new:,}) exceed the "
+            f"{model.max_position_embeddings:,} positions of the model (max_position_embeddings)",
+            file=sys.stderr,
+        )
 
 
 def print_piece(piece: str) -> None:
@@ -136,7 +148,12 @@ def choose(logits_V: torch.Tensor, temperature: float, top_p: float, generator: 
     """The likeliest token at temperature 0; else a draw among the likeliest ones that together reach `top_p`.
 
     Nucleus sampling of Holtzman et al., arXiv 1904.09751; the draw is made on the CPU, so a seed means one text.
+    Raises ConfigError for logits that are NaN or infinite.
     """
+    if not logits_V.max().isfinite():  # the maximum of what holds a NaN is NaN
+        raise ConfigError(
+            "the model's logits are infinite or NaN; look at its weights and the adapter's, or set dtype = fp32"
+        )
     if temperature == 0:
         return int(logits_V.argmax())
     # float64, and the largest made 0: however small the temperature, nothing becomes infinity minus infinity

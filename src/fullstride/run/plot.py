@@ -19,7 +19,7 @@ def plot_loss(run: Path) -> Path | None:
     rows = read_metrics(run / "metrics.csv")
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot(xlabel="update", ylabel="loss per supervised token", title=run.name)
+    axes = figure.add_subplot(xlabel="update", ylabel="loss per supervised token")
     axes.plot([int(r["step"]) for r in rows], [float(r["loss"]) for r in rows], label="training")
     evaluated = [(int(r["step"]), float(r["eval_loss"])) for r in rows if r["eval_loss"]]
     if evaluated:

@@ -15,9 +15,9 @@ from fullstride.data.chat import Example, check_ids, encode_rows, show
 from fullstride.data.loader import Loader
 from fullstride.data.report import Report
 from fullstride.data.rows import Row
-from fullstride.data.sources import load_eval, load_train
+from fullstride.data.sources import load_eval, load_train, source_paths
 from fullstride.engine.lr import learning_rate
-from fullstride.errors import ConfigError
+from fullstride.errors import ConfigError, DataError
 from fullstride.model.spec import ModelConfig
 from fullstride.run.directory import RunDirectory
 from fullstride.run.inputs import data_digest, weights_digest
@@ -47,7 +47,16 @@ class Job:
     @property
     def num_steps(self) -> int:
         """Updates of the whole run."""
-        return self.config.steps or self.config.epochs * self.updates_per_epoch
+        c = self.config
+        return c.steps if c.steps is not None else (c.epochs or 0) * self.updates_per_epoch
+
+    @property
+    def notes(self) -> list[str]:
+        """What may be meant, but is seldom good."""
+        longest, seq_len = self.model.max_position_embeddings, self.config.seq_len
+        if seq_len <= longest:
+            return []
+        return [f"seq-len {seq_len:,} exceeds the {longest:,} positions of the model (max_position_embeddings)"]
 
     @cached_property
     def inputs(self) -> dict[str, str]:
@@ -86,6 +95,7 @@ class Job:
         per_update = c.batch_size * c.grad_accum
         short = loader.rows_per_epoch % per_update
         last = f", {short} in the last of an epoch" if short else ""
+        lines += [f"note: {note}" for note in self.notes]
         return [*lines, f"updates: {self.num_steps:,} ({passes}), {per_update} rows each{last}"]
 
 
@@ -97,18 +107,25 @@ def prepare(config: FinetuneConfig) -> Job:
     config = config.resolved()
     model_path = find_model(config.model)
     model = ModelConfig.from_pretrained(model_path)
-    if config.adapter and not (Path(config.adapter) / "adapter_config.json").is_file():
-        raise ConfigError(f"adapter: no adapter_config.json in {config.adapter}; give a PEFT directory")
-    config = _with_paths(config)
+    config = _with_paths(config, model_path)
     directory = RunDirectory(Path(config.out))
-    resume_step = 0 if config.dry_run else directory.start_step(config)
+    resume_step = 0
+    if not config.dry_run:
+        directory.check_free()
+        resume_step = directory.start_step(config)
+    # a checkpoint holds the adapter already
+    if config.adapter and not resume_step and not (Path(config.adapter) / "adapter_config.json").is_file():
+        raise ConfigError(f"adapter: no adapter_config.json in {config.adapter}; give a PEFT directory")
     tokenizer = load_tokenizer(model_path, model)
 
     report = Report()
     how: dict[str, Any] = {"truncate": config.truncate, "supervise": config.train_on}
 
-    def encoded(rows: list[Row]) -> list[Example]:
-        examples = encode_rows(rows, tokenizer, config.seq_len, report, **how)
+    def encoded(rows: list[Row], source: str) -> list[Example]:
+        try:
+            examples = encode_rows(rows, tokenizer, config.seq_len, report, **how)
+        except DataError as error:
+            raise DataError(f"{source}: {error}") from None
         check_ids(examples, model.vocab_size)
         return examples
 
@@ -116,9 +133,10 @@ def prepare(config: FinetuneConfig) -> Job:
         pad_id = padding_id(tokenizer)
         return Loader(examples, config.seq_len, config.batch_size, config.packing, config.seed, pad_id)
 
-    examples = encoded(load_train(config.data, report))
+    examples = encoded(load_train(config.data, report), f"data={config.data}")
     eval_rows = load_eval(config.data, config.eval_data or None, report)
-    eval_examples = None if eval_rows is None else encoded(eval_rows)
+    evaluated = f"eval-data={config.eval_data}" if config.eval_data else f"evaluation rows of data={config.data}"
+    eval_examples = None if eval_rows is None else encoded(eval_rows, evaluated)
     job = Job(
         config=config,
         directory=directory,
@@ -132,11 +150,17 @@ def prepare(config: FinetuneConfig) -> Job:
         eval_examples=eval_examples,
         eval_loader=None if eval_examples is None else loader(eval_examples),
     )
-    _check_warmup(config, job.num_steps)
+    _check_length(job)
     return job
 
 
-def _check_warmup(config: FinetuneConfig, num_steps: int) -> None:
+def _check_length(job: Job) -> None:
+    config, num_steps = job.config, job.num_steps
+    if job.resume_step > num_steps:
+        raise ConfigError(
+            f"steps: the run in {job.directory.path} has {job.resume_step} updates behind it, and now it is to have "
+            f"{num_steps} in all; give at least {job.resume_step}, or choose another --out or --name"
+        )
     # a schedule that falls to 0 is there at the last update, unless that one still warms up
     if learning_rate("linear", num_steps, num_steps, 1.0, config.warmup, final_fraction=0.0) > 0:
         raise ConfigError(
@@ -145,22 +169,21 @@ def _check_warmup(config: FinetuneConfig, num_steps: int) -> None:
         )
 
 
-def _with_paths(config: FinetuneConfig) -> FinetuneConfig:
+def _with_paths(config: FinetuneConfig, model_path: Path) -> FinetuneConfig:
     """`config` with absolute paths, so that its run.toml can be run from anywhere, and with out and name decided."""
 
-    def absolute(names: str) -> str:
-        return ",".join(str(Path(n).resolve()) if n and Path(n).exists() else n for n in names.split(","))
+    def absolute(key: str, source: str) -> str:
+        return ",".join(str(path.resolve()) for path in source_paths(source, key)) or source
 
-    # `ami` and `sample` win over files of that name, so they stay words
-    data = config.data if config.data in ("ami", "sample") else absolute(config.data)
-    first = Path(config.data.split(",")[0])
+    local = Path(config.model).is_dir() or config.model.startswith("~")  # else it is an id of the Hub, and stays that
+    first = next(iter(source_paths(config.data)), Path(config.data))
     name = config.name or (Path(config.out).name if config.out else f"{Path(config.model).resolve().name}-{first.stem}")
     return dataclasses.replace(
         config,
-        model=absolute(config.model),
-        data=data,
-        eval_data=config.eval_data if config.eval_data in ("ami", "sample") else absolute(config.eval_data),
-        adapter=absolute(config.adapter),
+        model=str(model_path) if local else config.model,
+        data=absolute("data", config.data),
+        eval_data=config.eval_data and absolute("eval-data", config.eval_data),
+        adapter=config.adapter and str(Path(config.adapter).resolve()),
         name=name,
         out=str(Path(config.out or Path("runs") / name).resolve()),
     )
