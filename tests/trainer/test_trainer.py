@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from fullstride import ConfigError, ModelConfig, Options, OutOfMemory, Trainer
+from fullstride.engine.checkpoint import steps
 from fullstride.trainer.telemetry import FIELDS
 
 CONFIG = ModelConfig(
@@ -463,6 +465,13 @@ def test_a_full_disk_is_an_oserror_and_leaves_nothing(tmp_path: Path, monkeypatc
         with pytest.raises(OSError, match=r"safetensors: I/O error: No space left"):
             call()
     assert not list(tmp_path.iterdir())
+
+
+def test_foreign_folders_are_no_steps(tmp_path: Path) -> None:
+    make().save_checkpoint(tmp_path, 4)
+    for name in ("step_00000004_backup", "step_4", "step_x", "step_\u0664"):
+        shutil.copytree(tmp_path / "step_00000004", tmp_path / name)
+    assert steps(tmp_path) == [4]
 
 
 def test_a_damaged_latest_is_named(tmp_path: Path) -> None:

@@ -43,7 +43,8 @@ def checkpoint_name(step: int) -> str:
 
 def steps(directory: str | Path) -> list[int]:
     """The steps below `directory` that have a checkpoint, ascending."""
-    return sorted(int(path.parent.name.removeprefix("step_")) for path in Path(directory).glob(f"step_*/{STATE}"))
+    names = (path.parent.name for path in Path(directory).glob(f"step_*/{STATE}"))
+    return sorted(int(name[5:]) for name in names if name[5:].isdecimal() and name == checkpoint_name(int(name[5:])))
 
 
 def save_checkpoint(engine: Engine, directory: str | Path, step: int, extra: dict[str, Any]) -> Path:
