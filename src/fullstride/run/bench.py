@@ -65,16 +65,33 @@ def run_bench(config: BenchConfig) -> dict[str, Any]:
         head_chunk = trainer.engine.batch.chunk
     check_trains(measured.metrics, measured.dead)
 
+    ceiling = None
+    if config.device == "cuda":
+        full = config.method == "full"
+        ceiling = bare_ceiling(model, config.batch_size, config.seq_len, head_chunk, full, DTYPES[config.dtype])
+    result = described(config, model, options, grad_accum, measured, parameters, ceiling)
+    print("\n".join(f"{name:<24} {shown(value)}" for name, value in result.items()))
+    if config.json:
+        Path(config.json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    return result
+
+
+def described(
+    config: BenchConfig,
+    model: ModelConfig,
+    options: Options,
+    grad_accum: int,
+    measured: Measured,
+    parameters: tuple[int, int],
+    ceiling: float | None,
+) -> dict[str, Any]:
+    """The result as plain data: what ran, how fast, beside `ceiling` (tokens per second) where there is one."""
     medians = [statistics.median(seconds) for seconds in measured.rounds]
     seconds = statistics.median(medians)
     tokens = grad_accum * config.batch_size * config.seq_len
     flops = model_flops(model, options, tokens, grad_accum * config.batch_size * config.seq_len**2)
     peak = peak_flops(options)
-    ceiling = None
-    if config.device == "cuda":
-        full = config.method == "full"
-        ceiling = bare_ceiling(model, config.batch_size, config.seq_len, head_chunk, full, DTYPES[config.dtype])
-    result = {
+    return {
         "model": config.model,
         "method": config.method,
         "dtype": config.dtype,
@@ -98,10 +115,6 @@ def run_bench(config: BenchConfig) -> dict[str, Any]:
         "grad_norm_last": measured.metrics[-1]["grad_norm"],
         "dead_gradients": len(measured.dead),
     }
-    print("\n".join(f"{name:<24} {shown(value)}" for name, value in result.items()))
-    if config.json:
-        Path(config.json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    return result
 
 
 def check_file(file: Path) -> None:
