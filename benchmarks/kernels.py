@@ -18,7 +18,6 @@ from dataclasses import dataclass
 import torch
 
 from fullstride.kernels.adamw import adamw
-from fullstride.kernels.bias import bias_bwd
 from fullstride.kernels.cross_entropy import cross_entropy
 from fullstride.kernels.dropout import dropout
 from fullstride.kernels.embedding import embedding_bwd
@@ -139,16 +138,12 @@ def of_heads(m: Model) -> Iterator[Benchmark]:
         dq, dk, dv = randn(N, m.H, m.E), randn(N, m.K, m.E), randn(N, m.K, m.E)
         qkv, dqkv = randn(N, width), randn(N, width)
         dq_norm, dk_norm = (randn(m.E), randn(m.E)) if m.has_norm else (None, None)
-        return lambda: rope_bwd(dq, dk, dv, qkv, positions, rope, q_norm, k_norm, dqkv, dq_norm, dk_norm)
-
-    def bias() -> Call:
-        dy, dbias = randn(N, width), randn(width)
-        return lambda: bias_bwd(dy, dbias)
+        grads = dq_norm, dk_norm, None if m.has_norm else randn(width)
+        return lambda: rope_bwd(dq, dk, dv, qkv, positions, rope, q_norm, k_norm, dqkv, *grads)
 
     rotated = (m.H + m.K) * token
     yield Benchmark("rope_fwd", size, 2 * rotated, forward)
     yield Benchmark("rope_bwd", size, 2 * N * 2 * width + (rotated if m.has_norm else 0), backward)
-    yield Benchmark("bias_bwd", size, 2 * N * width, bias)
 
 
 def of_mlp(m: Model) -> Iterator[Benchmark]:

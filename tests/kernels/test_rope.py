@@ -48,14 +48,14 @@ def test_forward(place: Place, num_heads: int, num_kv_heads: int, head_dim: int,
         assert_spare_untouched(out)
 
 
-@pytest.mark.parametrize("trained", ["both", "k", "neither"])
+@pytest.mark.parametrize("trained", ["both", "k", "bias", "neither"])
 @pytest.mark.parametrize("has_norm", [False, True])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), SIZES)
 def test_backward(place: Place, num_heads: int, num_kv_heads: int, head_dim: int, has_norm: bool, trained: str) -> None:
     from fullstride.kernels.rope import rope_bwd
 
-    if not has_norm and trained != "neither":
-        pytest.skip("without a norm there is no weight to train")
+    if has_norm == (trained == "bias") and trained != "neither":
+        pytest.skip("a norm and a bias exclude one another")
     width = (num_heads + 2 * num_kv_heads) * head_dim
     rope, rope_ref = make_rope(place, head_dim)
     positions = place.randint(64, NUM_TOKENS)
@@ -65,10 +65,12 @@ def test_backward(place: Place, num_heads: int, num_kv_heads: int, head_dim: int
     norms = (place.randn(head_dim), place.randn(head_dim)) if has_norm else (None, None)
     qkv = place.spaced(place.randn(NUM_TOKENS, width)) if has_norm else None
     dq_norm = place.randn(head_dim) if trained == "both" else None
-    dk_norm = place.randn(head_dim) if trained != "neither" else None
+    dk_norm = place.randn(head_dim) if trained in ("both", "k") else None
+    dbias = place.randn(width) if trained == "bias" else None
+    dbias_before = None if dbias is None else high(dbias)
     before = [None if x is None else high(x) for x in (dq_norm, dk_norm)]
     dqkv = place.spaced(place.poisoned(NUM_TOKENS, width))
-    rope_bwd(dq, dk, dv, qkv, positions, rope, *norms, dqkv, dq_norm, dk_norm)
+    rope_bwd(dq, dk, dv, qkv, positions, rope, *norms, dqkv, dq_norm, dk_norm, dbias)
 
     for dx, start, norm, dnorm, dnorm_before in (
         (dq, 0, norms[0], dq_norm, before[0]),
@@ -82,5 +84,8 @@ def test_backward(place: Place, num_heads: int, num_kv_heads: int, head_dim: int
         if dnorm is not None:
             assert dnorm_ref is not None and dnorm_before is not None
             assert_close(dnorm, dnorm_before + dnorm_ref)
+    if dbias is not None and dbias_before is not None:
+        parts = [rope_bwd_ref(high(x), None, positions.cpu(), rope_ref, None)[0] for x in (dq, dk)]
+        assert_close(dbias, dbias_before + torch.cat([*parts, high(dv)], dim=1).flatten(1).sum(0))
     assert_same_bits(heads(dqkv, num_heads + num_kv_heads, num_kv_heads, head_dim), dv)
     assert_spare_untouched(dqkv)

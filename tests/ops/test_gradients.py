@@ -9,7 +9,7 @@ from fullstride.ops.attention import Documents, attention_bwd, attention_fwd
 from fullstride.ops.cross_entropy import IGNORED, cross_entropy
 from fullstride.ops.dropout import dropout
 from fullstride.ops.embedding import embedding_bwd, embedding_fwd
-from fullstride.ops.matmul import bias_bwd, matmul, matmul_bias
+from fullstride.ops.matmul import matmul, matmul_bias
 from fullstride.ops.norm import sum_of_squares
 from fullstride.ops.rms_norm import rms_norm_bwd, rms_norm_fwd
 from fullstride.ops.rope import Rope, heads, rope_bwd, rope_frequencies, rope_fwd, rope_tables
@@ -111,9 +111,13 @@ def test_rope(has_norm: bool) -> None:
     dqkv, before = empty(tokens, width), randn(2, head_dim)
     dq_norm, dk_norm = before.clone() if has_norm else (None, None)
     dq, dk, dv = grads
-    rope_bwd(dq, dk, dv, qkv if has_norm else None, positions, rope, *norms, dqkv, dq_norm, dk_norm)
+    bias_before = randn(width)
+    dbias = None if has_norm else bias_before.clone()
+    rope_bwd(dq, dk, dv, qkv if has_norm else None, positions, rope, *norms, dqkv, dq_norm, dk_norm, dbias)
     assert qkv_leaf.grad is not None
     check((dqkv, qkv_leaf.grad))
+    if dbias is not None:  # the bias is added to every token's qkv
+        check((dbias, bias_before + qkv_leaf.grad.sum(0)))
     for dnorm, start, norm in zip((dq_norm, dk_norm), before, norm_leaves, strict=True):
         if dnorm is not None and norm is not None and norm.grad is not None:
             check((dnorm, start + norm.grad))
@@ -193,9 +197,6 @@ def test_matmul_and_bias() -> None:
     check((out, 1.5 * (a @ b)))
     matmul_bias(a, b, bias, out)
     check((out, a @ b + bias))
-    dbias, before = bias.clone(), bias.clone()
-    bias_bwd(out, dbias)
-    check((dbias, before + out.sum(0)))
 
 
 def test_norm() -> None:

@@ -93,6 +93,7 @@ def rope_bwd_kernel(
     HALF: tl.constexpr,
     HAS_NORM: tl.constexpr,
     HAS_WEIGHT_GRAD: tl.constexpr,
+    HAS_BIAS_GRAD: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     STAGES: tl.constexpr,
@@ -138,9 +139,18 @@ def rope_bwd_kernel(
             mean = tl.sum(dleft * xhat_left + dright * xhat_right, axis=1)[:, None] / (2 * HALF)
             dleft = rstd * (dleft - xhat_left * mean)
             dright = rstd * (dright - xhat_right * mean)
+        dleft = tl.where(is_rotated, dleft, left)
+        dright = tl.where(is_rotated, dright, right)
+        if HAS_BIAS_GRAD:
+            acc_left += dleft
+            acc_right += dright
         target = dqkv + token * dqkv_stride + offsets
-        tl.store(target, tl.where(is_rotated, dleft, left), mask=mask)
-        tl.store(target + HALF, tl.where(is_rotated, dright, right), mask=mask)
+        tl.store(target, dleft, mask=mask)
+        tl.store(target + HALF, dright, mask=mask)
+    if HAS_BIAS_GRAD:
+        to = partial + pid * ((H + 2 * K) * 2 * HALF) + offsets
+        tl.store(to, acc_left, mask=mask)
+        tl.store(to + HALF, acc_right, mask=mask)
     if HAS_WEIGHT_GRAD:
         rows = tl.num_programs(0) * tl.num_programs(1)
         row = pid * tl.num_programs(1) + tl.program_id(1)
@@ -207,12 +217,14 @@ def rope_bwd(
     dqkv_NC: torch.Tensor,
     dq_norm_E: torch.Tensor | None,
     dk_norm_E: torch.Tensor | None,
+    dbias_C: torch.Tensor | None,
 ) -> None:
     """See ops/rope. Moves 2 N (H + 2K) E elements, and with a norm N (H + K) E more.
 
-    Where the norm's weights train, a fixed number of programs loop over tokens and keep their shares of dq_norm and
-    dk_norm in registers; otherwise there is a program for each token.
+    Where the norm's weights or the bias train, a fixed number of programs loop over tokens and keep their shares of
+    those gradients in registers; otherwise there is a program for each token.
     """
+    assert dbias_C is None or q_norm_E is None
     assert (q_norm_E is None) == (k_norm_E is None)
     assert dq_NHE.stride(2) == dk_NKE.stride(2) == dv_NKE.stride(2) == dqkv_NC.stride(1) == 1
     (num_tokens, num_heads, head_dim), num_kv_heads = dq_NHE.shape, dk_NKE.shape[1]
@@ -220,9 +232,12 @@ def rope_bwd(
     block_heads, block_half, warps = _tile(num_heads + 2 * num_kv_heads, head_dim // 2)
     head_blocks = cdiv(num_heads + 2 * num_kv_heads, block_heads)
     num_programs, partial = num_tokens, None
-    if dq_norm_E is not None or dk_norm_E is not None:
+    has_weight_grad = dq_norm_E is not None or dk_norm_E is not None
+    if has_weight_grad or dbias_C is not None:
         num_programs = min(num_tokens, cdiv(4 * num_sms(dqkv_NC), head_blocks))
-        partial = torch.empty(2, num_programs * head_blocks, head_dim, dtype=torch.float32, device=dqkv_NC.device)
+        norms = (2, num_programs * head_blocks, head_dim)
+        shape = norms if has_weight_grad else (num_programs, dqkv_NC.shape[1])
+        partial = torch.empty(shape, dtype=torch.float32, device=dqkv_NC.device)
     rope_bwd_kernel[(num_programs, head_blocks)](
         dq_NHE,
         dk_NKE,
@@ -249,13 +264,16 @@ def rope_bwd(
         K=num_kv_heads,
         HALF=head_dim // 2,
         HAS_NORM=q_norm_E is not None,
-        HAS_WEIGHT_GRAD=partial is not None,
+        HAS_WEIGHT_GRAD=has_weight_grad,
+        HAS_BIAS_GRAD=dbias_C is not None,
         BLOCK_HEADS=block_heads,
         BLOCK_HALF=block_half,
         STAGES=1 if partial is None else 3,
         num_warps=warps,
     )
-    if partial is not None:
+    if dbias_C is not None and partial is not None:
+        add_partials(partial, dbias_C)
+    elif partial is not None:
         for share, dnorm_E in zip(partial, (dq_norm_E, dk_norm_E), strict=True):
             if dnorm_E is not None:
                 add_partials(share, dnorm_E)

@@ -232,7 +232,7 @@ def block_dgrad(
     dx_ND: torch.Tensor,
     until: str | None = None,
 ) -> bool:
-    """Overwrites dx_ND from dy_ND, the gradient of residual + branch; adds into the norms' gradients of `g`.
+    """Overwrites dx_ND from dy_ND, the gradient of residual + branch; adds into the norms' and bias's gradients in `g`.
 
     What block_wgrad reads (dgate_up, dmid, dqkv and the adapters' du) stays in scratch until the next block's dgrad;
     dy_ND is left as it is. `until` names the linear (down, gate_up, o or qkv) below which no gradient is needed, in the
@@ -257,7 +257,8 @@ def block_dgrad(
     dq, dk, dv = attention_bwd(dattn.view(out.shape), *ctx.qkv_heads(s), out, tuple(state), ctx.documents)
     dqkv = ctx.buffer("dqkv", c.q_size + 2 * c.kv_size, dy_ND)
     raw = s["qkv"] if c.qk_norm else None
-    rope_bwd(dq, dk, dv, raw, ctx.positions_N, ctx.rope, w.q_norm, w.k_norm, dqkv, g.q_norm, g.k_norm)
+    grads = g.q_norm, g.k_norm, g.qkv.bias
+    rope_bwd(dq, dk, dv, raw, ctx.positions_N, ctx.rope, w.q_norm, w.k_norm, dqkv, *grads)
     if not _input_gradient("qkv", w.qkv, dqkv, dnormed, ctx, until):
         return False
     rms_norm_bwd(dnormed, s["x"], w.attn_norm, s["attn_rstd"], dmid, dx_ND, g.attn_norm)

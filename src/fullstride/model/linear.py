@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from fullstride.ops.dropout import dropout
-from fullstride.ops.matmul import bias_bwd, matmul, matmul_bias
+from fullstride.ops.matmul import matmul, matmul_bias
 
 # (name, shape, dtype) -> a buffer that lives until the name is taken again
 Scratch = Callable[[str, tuple[int, ...], torch.dtype], torch.Tensor]
@@ -126,14 +126,12 @@ def linear_wgrad(
     context: LinearContext,
     accumulate: bool,
 ) -> None:
-    """Overwrites (with `accumulate`: adds into) the weights' gradients of `grad`; always adds into its bias.
+    """Overwrites (with `accumulate`: adds into) the weights' gradients of `grad`; what is None there is frozen.
 
-    What is None in `grad` is frozen and costs nothing.
+    The one bias, qkv's, is not here: its gradient comes with the rotary embedding's backward, which reads dy anyway.
     """
     if grad.weight is not None:
         matmul(dy_NO.t(), x_NI, grad.weight, accumulate=accumulate)
-    if grad.bias is not None:
-        bias_bwd(dy_NO, grad.bias)
     adapter = linear.adapter
     if adapter is None or grad.adapter is None:
         return

@@ -129,18 +129,22 @@ def rope_bwd(
     dqkv_NC: torch.Tensor,
     dq_norm_E: torch.Tensor | None,
     dk_norm_E: torch.Tensor | None,
+    dbias_C: torch.Tensor | None,
 ) -> None:
     """Overwrites dqkv_NC (merged) from attention's dq, dk, dv; adds into dq_norm_E and dk_norm_E (None: frozen).
+
+    Adds the sum of dqkv_NC over tokens, the gradient of the projection's bias, into dbias_C (None: there is none, or it
+    is frozen); no model has both norms and that bias.
 
     qkv_NC, the product's output before norm and rotation, is read only where there is a norm. dv passes unchanged.
     dq, dk and dv may be strided in their first two dimensions.
     """
+    assert dbias_C is None or q_norm_E is None
     if dq_NHE.is_cuda:
         from fullstride.kernels.rope import rope_bwd as kernel
 
-        return kernel(
-            dq_NHE, dk_NKE, dv_NKE, qkv_NC, positions_N, rope, q_norm_E, k_norm_E, dqkv_NC, dq_norm_E, dk_norm_E
-        )
+        norms = q_norm_E, k_norm_E
+        return kernel(dq_NHE, dk_NKE, dv_NKE, qkv_NC, positions_N, rope, *norms, dqkv_NC, dq_norm_E, dk_norm_E, dbias_C)
     (_, num_heads, head_dim), num_kv_heads = dq_NHE.shape, dk_NKE.shape[1]
     for dx, start, norm_E, dnorm_E in (
         (dq_NHE, 0, q_norm_E, dq_norm_E),
@@ -152,3 +156,5 @@ def rope_bwd(
         if dnorm_E is not None and dnorm is not None:
             dnorm_E.add_(dnorm)
     heads(dqkv_NC, num_heads + num_kv_heads, num_kv_heads, head_dim).copy_(dv_NKE)
+    if dbias_C is not None:
+        dbias_C.copy_(wide(dbias_C) + wide(dqkv_NC).sum(0))
