@@ -247,10 +247,15 @@ def test_discarded_micro_steps_leave_no_trace() -> None:
     assert told[0] == told[1] and torch.equal(weights(a), weights(b))
 
 
-def test_a_micro_step_without_supervised_tokens_is_legal() -> None:
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_micro_step_without_supervised_tokens_is_legal(tied: bool) -> None:
     inputs, targets = batch(1, 6, [4])
     nothing = np.full_like(targets, -100)
-    a, b = make(accumulation=2), make(accumulation=2)
+    config = ModelConfig(**{**vars(CONFIG), "tie_word_embeddings": tied})
+    a, b = make(accumulation=2, config=config), make(accumulation=2, config=config)
+    for trainer in (a, b):  # an update before, so that there are old gradients to overwrite
+        trainer.step(*batch(1, 6, [6], seed=3))
+        trainer.update(lr=1e-2)
     a.step(inputs, targets)
     b.step(inputs, nothing)  # first: what it should overwrite must still become zero
     b.step(inputs, targets)

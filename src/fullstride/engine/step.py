@@ -171,6 +171,8 @@ class Engine:
         attention = run(("forward", shape), self._forward_piece)
         for s, kept in zip(self.saved, attention, strict=True):
             s.attention = kept
+        if first and not self.batch.head.num_chunks and self.lora is None:
+            run("zero head", self._zero_head)  # no chunk overwrites what the last update left
         for i in range(self.batch.head.num_chunks):
             accumulate = gradients.accumulate or i > 0
             run(("head", i, accumulate), lambda i=i, accumulate=accumulate: self._head_piece(i, accumulate))
@@ -190,6 +192,11 @@ class Engine:
         """Loss and gradients of one chunk of supervised rows."""
         dhead = self._head(self.state.gradients.full)
         head_chunk(self.head(), dhead, self._head_context(), self.saved[0]["x"], self.batch.head, i, accumulate)
+
+    def _zero_head(self) -> None:
+        lm_head = self._head(self.state.gradients.full).lm_head
+        assert lm_head is not None
+        lm_head.zero_()
 
     def _head_context(self) -> HeadContext:
         return HeadContext(self.config.rms_norm_eps, self.batch.z_loss, self.scratch)
