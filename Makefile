@@ -51,4 +51,4 @@ $(VENV)/ready: $(VENV)/ready-demo
 	touch $@
 
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV)

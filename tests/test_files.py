@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from fullstride.errors import ConfigError
-from fullstride.files import replace_text, whole_directory
+from fullstride.files import replace_text, save_tensors, whole_directory
 
 
 def contents(directory: Path) -> dict[str, str]:
@@ -54,6 +55,12 @@ def test_what_is_not_to_be_overwritten(tmp_path: Path) -> None:
         pass
     with pytest.raises(ConfigError, match="is a file"), whole_directory(tmp_path / "f", overwrite=True):
         pass
+
+
+def test_tensors_can_be_read_by_whom_the_directory_can(tmp_path: Path) -> None:
+    tmp_path.chmod(0o750)
+    save_tensors({"x": torch.ones(2)}, tmp_path / "x.safetensors")
+    assert (tmp_path / "x.safetensors").stat().st_mode & 0o777 == 0o640
 
 
 def test_replaced_text(tmp_path: Path) -> None:

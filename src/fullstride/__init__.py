@@ -35,6 +35,10 @@ _LAZY = {
 }
 
 
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module 'fullstride' has no attribute {name!r}")

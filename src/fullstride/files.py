@@ -64,6 +64,7 @@ def save_tensors(tensors: dict[str, torch.Tensor], file: Path, metadata: dict[st
         save_file(tensors, file, metadata)
     except SafetensorError as error:
         raise OSError(f"{file}: {error}") from error
+    file.chmod(file.parent.stat().st_mode & 0o666)  # safetensors writes for the owner alone, whatever the umask
 
 
 def write_json(file: Path, value: Any) -> None:

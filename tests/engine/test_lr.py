@@ -19,8 +19,9 @@ def test_warmup_then_the_shape_ends_where_it_should(schedule: str) -> None:
 
 
 def test_values_in_between() -> None:
-    assert learning_rate("cosine", 50, 100, 2.0, final_fraction=0.0) == pytest.approx(1.0)  # half way: the middle
-    assert learning_rate("linear", 25, 100, 2.0, final_fraction=0.0) == pytest.approx(1.5)
+    assert learning_rate("cosine", 51, 101, 2.0, final_fraction=0.0) == pytest.approx(1.0)  # half way: the middle
+    assert learning_rate("linear", 26, 101, 2.0, final_fraction=0.0) == pytest.approx(1.5)
+    assert learning_rate("cosine", 60, 110, 2.0, warmup=10, final_fraction=0.0) == pytest.approx(1.0)
     assert learning_rate("wsd", 90, 100, 2.0) == 2.0  # stable until the last tenth
     assert learning_rate("wsd", 95, 100, 2.0, final_fraction=0.0) == pytest.approx(1.0)
 
@@ -30,9 +31,10 @@ def test_warmup_as_a_fraction() -> None:
     assert learning_rate("constant", 11, 100, 1.0, warmup=0.1) == 1.0
 
 
-def test_one_update_alone() -> None:
-    for schedule in SCHEDULES:
-        assert 0 < learning_rate(schedule, 1, 1, 1.0) <= 1.0
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_first_update_without_warmup_has_the_whole_rate(schedule: str) -> None:
+    for num_steps in (1, 2, 3, 100):
+        assert learning_rate(schedule, 1, num_steps, 2e-4) == 2e-4
 
 
 def test_unknown_schedule() -> None:

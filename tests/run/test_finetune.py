@@ -311,3 +311,11 @@ def test_a_place_that_cannot_be_written_is_refused_before_training(
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)  # root may write everywhere
     with pytest.raises(ConfigError, match=rf"out: no permission to write in {tmp_path}; choose another place"):
         run(model_dir, data_dir, tmp_path / "new" / "run", steps=1)
+
+
+@pytest.mark.parametrize(("batch_size", "told"), [(500, True), (1, False)])
+def test_empty_rows_in_every_micro_step_are_noted(
+    model_dir: Path, data_dir: Path, batch_size: int, told: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fs.finetune(model=str(model_dir), data=str(data_dir), seq_len=96, batch_size=batch_size, dry_run=True)
+    assert ("rows of a micro-step are empty; --batch-size" in capsys.readouterr().out) == told

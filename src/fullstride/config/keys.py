@@ -291,6 +291,7 @@ def help_text(cls: type, command: str, summary: str, positional: Sequence[str] =
         known = f.metadata
         meaning = known["help"] + (f" [{' | '.join(known['choices'])}]" if known["choices"] else "")
         default = f" (default {_default(f)})" if _default(f) else ""
+        default += " (other values come later)" if known["now"] else ""
         lines.append(f"  --{dashed(f.name):<18} {meaning}{' (required)' if known['required'] else default}")
     return "\n".join(lines)
 

@@ -316,7 +316,7 @@ class Run:
         else:
             self.trainer.export_model(self.exported, self.config.export_dtype, overwrite=True)
             self.log.write("export", step=self.done, path=str(self.exported))
-        plot_loss(self.directory.path)
+        plot_loss(self.directory.path, self.eval_loss_before)
         self.log.write("end", step=self.done, loss=self.loss, eval_loss=self.eval_loss)
         self.progress.line(f"done: {self.exported}")
         return self.result()

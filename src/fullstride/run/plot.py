@@ -8,11 +8,15 @@ from pathlib import Path
 from fullstride.run.metrics import read_metrics
 
 
-def plot_loss(run: Path) -> Path | None:
-    """Draw `run`/metrics.csv into `run`/loss.png. None, with one line that says how to get it, without matplotlib."""
+def plot_loss(run: Path, eval_loss_before: float | None = None) -> Path | None:
+    """Draw `run`/metrics.csv into `run`/loss.png, with the evaluation before the first update at 0.
+
+    None, with one line that says how to get it, without matplotlib.
+    """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
     except ImportError:
         print("loss.png is left out: pip install 'fullstride[plot]' for plots")
         return None
@@ -22,8 +26,11 @@ def plot_loss(run: Path) -> Path | None:
     axes = figure.add_subplot(xlabel="update", ylabel="loss per supervised token")
     axes.plot([int(r["step"]) for r in rows], [float(r["loss"]) for r in rows], label="training")
     evaluated = [(int(r["step"]), float(r["eval_loss"])) for r in rows if r["eval_loss"]]
+    if eval_loss_before is not None:
+        evaluated.insert(0, (0, eval_loss_before))
     if evaluated:
         axes.plot(*zip(*evaluated, strict=True), marker="o", label="evaluation")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend()
     axes.grid(alpha=0.3)
     file = run / "loss.png"

@@ -16,7 +16,7 @@ from fullstride.data.loader import Loader
 from fullstride.data.report import Report
 from fullstride.data.rows import Row
 from fullstride.data.sources import load_eval, load_train, source_paths
-from fullstride.engine.lr import learning_rate
+from fullstride.engine.lr import warmup_updates
 from fullstride.errors import ConfigError, DataError
 from fullstride.model.spec import ModelConfig
 from fullstride.run.directory import RunDirectory
@@ -54,9 +54,15 @@ class Job:
     def notes(self) -> list[str]:
         """What may be meant, but is seldom good."""
         longest, seq_len = self.model.max_position_embeddings, self.config.seq_len
-        if seq_len <= longest:
-            return []
-        return [f"seq-len {seq_len:,} exceeds the {longest:,} positions of the model (max_position_embeddings)"]
+        rows, batch = self.loader.rows_per_epoch, self.config.batch_size
+        notes = []
+        if seq_len > longest:
+            notes.append(
+                f"seq-len {seq_len:,} exceeds the {longest:,} positions of the model (max_position_embeddings)"
+            )
+        if rows < batch:
+            notes.append(f"{batch - rows} of the {batch} rows of a micro-step are empty; --batch-size {rows} is faster")
+        return notes
 
     @cached_property
     def inputs(self) -> dict[str, str]:
@@ -161,8 +167,7 @@ def _check_length(job: Job) -> None:
             f"steps: the run in {job.directory.path} has {job.resume_step} updates behind it, and now it is to have "
             f"{num_steps} in all; give at least {job.resume_step}, or choose another --out or --name"
         )
-    # a schedule that falls to 0 is there at the last update, unless that one still warms up
-    if learning_rate("linear", num_steps, num_steps, 1.0, config.warmup, final_fraction=0.0) > 0:
+    if warmup_updates(config.warmup, num_steps) >= max(num_steps, 1):
         raise ConfigError(
             f"warmup must be shorter than the run: warmup = {config.warmup:g} does not end within the {num_steps} "
             "updates; lower it, or set more steps or epochs"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
@@ -15,7 +14,7 @@ class Progress:
     def __init__(self, num_steps: int, first_step: int) -> None:
         self._num_steps = num_steps
         self._first_step = first_step
-        self._started = time.perf_counter()
+        self._seconds = 0.0  # of the updates shown; evaluations are not part of the time left
         self._bar: Any = None
 
     def __enter__(self) -> Self:
@@ -42,7 +41,8 @@ class Progress:
     def update(self, row: Mapping[str, Any]) -> None:
         """Show one row of metrics.csv."""
         done = row["step"] - self._first_step + 1
-        left = (time.perf_counter() - self._started) / done * (self._num_steps - row["step"])
+        self._seconds += row["step_time_sec"]
+        left = self._seconds / done * (self._num_steps - row["step"])
         essential = f"{describe(row, self._num_steps)}  {_clock(left)} left"
         if self._bar is not None:
             self._bar.update(self._task, completed=row["step"], description=essential)
