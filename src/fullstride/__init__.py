@@ -1,4 +1,4 @@
-"""fullstride trains dense Llama-family language models: LoRA, full fine-tuning and pre-training."""
+"""fullstride trains dense Llama-family language models, with LoRA or in full."""
 
 from __future__ import annotations
 
