@@ -172,3 +172,11 @@ def test_settings_come_back(base: Path, tmp_path: Path) -> None:
     assert (settings.rank, settings.alpha, settings.dropout, settings.rslora) == (4, 6.0, 0.1, True)
     assert settings.targets == ("q_proj", "v_proj")
     assert np.isclose(settings.scale, 6.0 / 2.0)
+
+
+def test_the_bases_tokenizer_goes_with_the_adapter(base: Path, tmp_path: Path) -> None:
+    (base / "tokenizer.json").write_text("{}")
+    trainer = trained(base)
+    trainer.export_adapter(tmp_path / "adapter")
+    names = sorted(path.name for path in (tmp_path / "adapter").iterdir())
+    assert names == ["adapter_config.json", "adapter_model.safetensors", "tokenizer.json"]

@@ -12,7 +12,15 @@ import torch
 from fullstride.engine.step import Engine
 from fullstride.errors import ConfigError
 from fullstride.files import save_tensors, whole_directory, write_json
-from fullstride.model.hf import Checkpoint, check_tensors, compare_tensors, read_parts, write_model
+from fullstride.model.hf import (
+    TOKENIZER_FILES,
+    Checkpoint,
+    check_tensors,
+    compare_tensors,
+    copy_files,
+    read_parts,
+    write_model,
+)
 from fullstride.model.lora import peft_config, read_peft_config
 from fullstride.model.spec import ModelConfig
 
@@ -102,14 +110,18 @@ def _adapter_tensors(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
                 yield part.hf_name, views[spec.name][part.start : part.stop]
 
 
-def export_adapter(engine: Engine, directory: str | Path, base_model: str | None, overwrite: bool) -> None:
-    """Write the adapters as a PEFT directory (adapter_config.json, adapter_model.safetensors), whole or not at all."""
+def export_adapter(engine: Engine, directory: str | Path, source: Path | None, overwrite: bool) -> None:
+    """Write the adapters as a PEFT directory (adapter_config.json, adapter_model.safetensors), whole or not at all.
+
+    `source` is the base model's directory, if it came from one: it is named, and its tokenizer is copied.
+    """
     if engine.lora is None:
         raise ConfigError("there is no adapter to export: the trainer has method = full; use export_model")
     tensors = {name: tensor.cpu().contiguous() for name, tensor in _adapter_tensors(engine)}
     with whole_directory(Path(directory), overwrite) as new:
         save_tensors(tensors, new / ADAPTER_WEIGHTS, {"format": "pt"})
-        write_json(new / "adapter_config.json", peft_config(engine.lora, base_model))
+        write_json(new / "adapter_config.json", peft_config(engine.lora, None if source is None else str(source)))
+        copy_files(source, new, TOKENIZER_FILES)
 
 
 def import_adapter(engine: Engine, directory: str | Path) -> None:

@@ -243,7 +243,7 @@ def write_model(
     with whole_directory(Path(directory).resolve(), overwrite) as new:
         _write_weights(new, sources, dtype, max_shard_bytes)
         write_json(new / "config.json", config.to_dict(str(dtype).removeprefix("torch.")))
-        copied = _copy_files(tokenizer_from, new)
+        copied = copy_files(tokenizer_from, new, (*TOKENIZER_FILES, "generation_config.json"))
         if "generation_config.json" not in copied:
             keys = ("bos_token_id", "eos_token_id", "pad_token_id")
             ids = {key: config.extra[key] for key in keys if config.extra.get(key) is not None}
@@ -299,10 +299,10 @@ def _write_tensor(out: BinaryIO, source: Source, dtype: torch.dtype) -> None:
         out.write(piece.to(device="cpu", dtype=dtype).view(torch.uint8).numpy().data)
 
 
-def _copy_files(source: Path | None, target: Path) -> set[str]:
-    """Copy the tokenizer and generation_config.json that `source` has; returns the names of what was copied."""
+def copy_files(source: Path | None, target: Path, names: Iterable[str]) -> set[str]:
+    """Copy those of the files `names` that `source` has; returns the names of what was copied."""
     copied = set()
-    for name in (*TOKENIZER_FILES, "generation_config.json"):
+    for name in names:
         if source is not None and (source / name).is_file():
             shutil.copyfile(source / name, target / name)
             copied.add(name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +13,6 @@ from fullstride.config.keys import build
 from fullstride.data.loader import Batch
 from fullstride.engine.lr import learning_rate
 from fullstride.errors import ConfigError
-from fullstride.files import whole_directory
-from fullstride.model.hf import TOKENIZER_FILES
 from fullstride.run.flops import model_flops, peak_flops
 from fullstride.run.interrupt import Stopped, StopRequest
 from fullstride.run.metrics import EventLog, MetricsFile, read_events, update_row
@@ -287,12 +284,8 @@ class Run:
             self.export_adapter(self.directory.path / "adapter")
 
     def export_adapter(self, directory: Path) -> None:
-        """A PEFT directory with the tokenizer's files beside."""
-        with whole_directory(directory, overwrite=True) as new:
-            self.trainer.export_adapter(new)
-            for name in TOKENIZER_FILES:
-                if (self.job.model_path / name).is_file():
-                    shutil.copyfile(self.job.model_path / name, new / name)
+        """A PEFT directory, replacing an older one."""
+        self.trainer.export_adapter(directory, overwrite=True)
         self.log.write("export", step=self.done, path=str(directory))
 
     def interrupted(self) -> str:

@@ -144,9 +144,8 @@ class Trainer:
 
     @torch.no_grad()
     def export_adapter(self, directory: str | Path, overwrite: bool = False) -> None:
-        """A PEFT directory of the adapters (adapter_config.json, adapter_model.safetensors)."""
-        base = None if self._source is None else str(self._source)
-        weights_io.export_adapter(self.engine, directory, base, overwrite)
+        """A PEFT directory: adapter_config.json, adapter_model.safetensors, and the base model's tokenizer."""
+        weights_io.export_adapter(self.engine, directory, self._source, overwrite)
 
     @torch.no_grad()
     def save_checkpoint(self, directory: str | Path, step: int, extra: dict[str, Any] | None = None) -> None:
