@@ -28,7 +28,7 @@ from fullstride.kernels.rounding import stochastic_round
 from fullstride.kernels.rows import gather_rows, scatter_rows
 from fullstride.kernels.swiglu import swiglu_bwd, swiglu_fwd
 from fullstride.ops.adamw import AdamWBuffers, hyper_values
-from fullstride.ops.dropout import keep_threshold
+from fullstride.ops.dropout import keep_scale, keep_threshold
 from fullstride.ops.rope import Rope, rope_frequencies, rope_tables
 
 N, V = 16384, 151936
@@ -104,7 +104,8 @@ def of_model(m: Model) -> Iterator[Benchmark]:
 
     def drop() -> Call:
         x, out, rng = randn(N, m.D), randn(N, m.D), torch.tensor([1, 2, 3], device="cuda")
-        return lambda: dropout(x, 0.1, keep_threshold(0.1), rng, 7, out)
+        threshold = keep_threshold(0.1)
+        return lambda: dropout(x, threshold, keep_scale(threshold), rng, 7, out)
 
     # ids as skewed as words are; about a quarter of the tokens are different
     ids = (torch.rand(N, device="cuda") ** 6 * (V - 1)).int()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fullstride.ops.adamw import AdamWBuffers, adamw_ref, hyper_values
-from fullstride.ops.rounding import philox_ref, stochastic_round_ref
+from fullstride.ops.rounding import noise_ref, stochastic_round_ref
 from tests.kernels.place import Place, assert_close, assert_same_bits, high
 
 HYPER = torch.tensor([*hyper_values(1e-2, 0.9, 0.999, 1e-8, 0.1, 3), 0.5], dtype=torch.float64)
@@ -31,7 +31,7 @@ def check_stored(stored: torch.Tensor, expected: torch.Tensor, stream: int) -> N
     """
     if stored.dtype != torch.bfloat16:
         return assert_close(stored, expected)
-    rounded = stochastic_round_ref(expected.float(), philox_ref(RNG, stream, expected.numel()))
+    rounded = stochastic_round_ref(expected.float(), noise_ref(RNG, stream, expected.numel()))
     steps = (stored.cpu().view(torch.int16).int() - rounded.view(torch.int16).int()).abs()
     cancelled = expected.abs() < 1e-5
     assert steps[~cancelled].max() <= 1

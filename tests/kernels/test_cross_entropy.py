@@ -36,6 +36,26 @@ def test_loss_and_gradient(place: Place, vocab_size: int, backward: bool, z_loss
     assert_spare_untouched(logits)
 
 
+@pytest.mark.parametrize("vocab_size", [302, 70004])
+def test_two_bf16_in_a_word(place: Place, vocab_size: int) -> None:
+    """Rows whose width and stride are even are read as words; the interpreter can do that, but not store bf16."""
+    from fullstride.kernels.cross_entropy import cross_entropy
+
+    backward = place.device.type == "cuda"
+    base = place.randn(4, vocab_size + 6, scale=4, dtype=torch.bfloat16)
+    logits, spare = base[:, :vocab_size], base[:, vocab_size:].clone()
+    logits[3, 5] = float("-inf")
+    targets, z = torch.tensor([0, vocab_size - 1, IGNORED, 7], dtype=torch.int32), torch.tensor([1e-2])
+    loss_ref, lse_ref, dlogits_ref = cross_entropy_ref(high(logits), targets, z)
+    loss, lse = (place.poisoned(4, dtype=torch.float32) for _ in range(2))
+    cross_entropy(logits, place.put(targets), place.put(z), loss, lse, backward)
+    assert_close(loss, loss_ref, inside=INSIDE)
+    assert_close(lse, lse_ref)
+    if backward:
+        assert_close(logits, dlogits_ref, inside=INSIDE)
+    assert_same_bits(base[:, vocab_size:], spare)
+
+
 def test_far_from_zero(place: Place) -> None:
     """Logits about 1e4 whose exponentials overflow."""
     from fullstride.kernels.cross_entropy import cross_entropy
@@ -69,3 +89,21 @@ def test_offsets_beyond_32_bits(gpu: torch.device) -> None:
     assert_close(lse[-1:], lse_ref)
     assert_close(logits[-1:], dlogits_ref, inside=INSIDE)
     torch.testing.assert_close(loss[0].item(), float(torch.tensor(vocab_size).log()), rtol=1e-6, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_repeats_bitwise(gpu: torch.device, dtype: torch.dtype) -> None:
+    """Programs of a row come in any order, and several rows' programs at once: the same bits."""
+    from fullstride.kernels.cross_entropy import cross_entropy
+
+    place = Place(gpu, dtype)
+    logits, targets, z = place.randn(1000, 151936), place.randint(151936, 1000), torch.zeros(1, device=gpu)
+    results = []
+    for _ in range(5):
+        dlogits, loss, lse = logits.clone(), *(place.poisoned(1000, dtype=torch.float32) for _ in range(2))
+        cross_entropy(dlogits, targets, z, loss, lse, True)
+        results.append((dlogits, loss, lse))
+    for other in results[1:]:
+        for x, y in zip(results[0], other, strict=True):
+            assert_same_bits(x, y)

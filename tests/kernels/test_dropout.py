@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fullstride.ops.dropout import dropout_ref, keep_threshold
+from fullstride.ops.dropout import dropout_ref, keep_scale, keep_threshold
 from fullstride.ops.rounding import DROPOUT, stream
 from tests.kernels.place import Place, assert_close, high
 
@@ -20,7 +20,8 @@ def test_dropout(place: Place, num_rows: int, width: int, p: float, accumulate: 
     kept = expected != 0
     if accumulate:
         expected = expected + high(out)
-    dropout(x, p, keep_threshold(p), place.put(rng), number, out, accumulate)
+    threshold = keep_threshold(p)
+    dropout(x, threshold, keep_scale(threshold), place.put(rng), number, out, accumulate)
     assert_close(out, expected)
     if not accumulate:
         assert torch.equal(out.cpu() != 0, kept)  # the same elements

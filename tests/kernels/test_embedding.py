@@ -27,6 +27,30 @@ def test_backward(place: Place, ids: str, width: int) -> None:
     assert_same_bits(dtable[place.put(absent)], before[place.put(absent)])
 
 
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        [32],  # a piece is 32 places
+        [33],
+        [5, 27, 32, 64, 1],  # runs that end where a piece does
+        [1, 62, 1, 100, 31],  # and such as end beside it
+        [7, 700, 3],  # more pieces than are summed at once
+    ],
+)
+def test_runs_over_several_pieces(place: Place, lengths: list[int]) -> None:
+    from fullstride.kernels.embedding import embedding_bwd
+
+    token_ids = torch.repeat_interleave(torch.arange(len(lengths)) * 2 + 1, torch.tensor(lengths)).int()
+    token_ids = token_ids[torch.randperm(len(token_ids), generator=place.generator)]
+    num_rows = 2 * len(lengths) + 1
+    dout, dtable = place.randn(len(token_ids), 37), place.randn(num_rows, 37)
+    before = dtable.clone()
+    embedding_bwd(dout, place.put(token_ids), dtable)
+    assert_close(dtable, high(before) + embedding_bwd_ref(high(dout), token_ids, num_rows))
+    absent = torch.arange(0, num_rows, 2)
+    assert_same_bits(dtable[place.put(absent)], before[place.put(absent)])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_backward_repeats_bitwise(gpu: torch.device, dtype: torch.dtype) -> None:
@@ -43,5 +67,5 @@ def test_backward_repeats_bitwise(gpu: torch.device, dtype: torch.dtype) -> None
         results.append(dtable)
     for dtable in results[1:]:
         assert_same_bits(dtable, results[0])
-    # the longest run has about 2,000 terms, summed sixteen abreast: 128 roundings one after the other
+    # the longest run has about 2,000 terms: 8 roundings one after the other in a piece, then 4 over its 63 pieces
     assert_close(results[0], embedding_bwd_ref(high(dout), ids.cpu(), 5000), inside=1e-5)

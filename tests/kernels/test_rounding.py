@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fullstride.ops.rounding import M_ROUNDING, philox_ref, stochastic_round_ref, stream
+from fullstride.ops.rounding import M_ROUNDING, noise_ref, stochastic_round_ref, stream
 from tests.kernels.place import Place, assert_same_bits
 
 
@@ -17,7 +17,7 @@ def test_noise_is_the_references(place: Place, rng: tuple[int, int, int], n: int
         out = torch.full((n,), -1, dtype=torch.int64, device=place.device)
         rng_tensor = torch.tensor(rng)
         show_noise(place.put(rng_tensor), number, out)
-        assert torch.equal(out.cpu(), philox_ref(rng_tensor, number, n))
+        assert torch.equal(out.cpu(), noise_ref(rng_tensor, number, n))
 
 
 @pytest.mark.parametrize("n", [1, 4099])
@@ -32,7 +32,7 @@ def test_stochastic_round(place: Place, n: int) -> None:
     stored = torch.bfloat16 if place.device.type == "cuda" else torch.float32
     out = torch.full((n,), -1.0, dtype=stored, device=place.device)
     stochastic_round(x, place.put(rng), number, out)
-    expected = stochastic_round_ref(x.cpu(), philox_ref(rng, number, n)).to(stored)
+    expected = stochastic_round_ref(x.cpu(), noise_ref(rng, number, n)).to(stored)
     nan = expected.isnan()
     assert torch.equal(out.cpu().isnan(), nan)
     assert_same_bits(out.cpu()[~nan], expected[~nan])

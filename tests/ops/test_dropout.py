@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fullstride.ops.dropout import dropout_ref, keep_threshold
+from fullstride.ops.dropout import dropout_ref, keep_scale, keep_threshold
 from fullstride.ops.rounding import DROPOUT, stream
 
 N = 100_000
@@ -19,7 +19,10 @@ def test_mean(p: float) -> None:
     """The mean stays 1: an element's deviation is sqrt(p / (1 - p)); four of them for the mean of N."""
     dropped = mask(p=p)
     assert abs(dropped.mean().item() - 1) <= 4 * (p / (1 - p)) ** 0.5 / N**0.5
-    assert dropped.unique().tolist() == [0.0, pytest.approx(1 / (1 - p), rel=1e-6)]
+    scale = keep_scale(keep_threshold(p))
+    assert dropped.unique().tolist() == [0.0, pytest.approx(scale, rel=1e-6)]
+    # p is rounded to 2**-17, which moves 1 / (1 - p) by that much of 1 / (1 - p)
+    assert scale == pytest.approx(1 / (1 - p), rel=2**-17 / (1 - p))
 
 
 def test_nothing_dropped() -> None:

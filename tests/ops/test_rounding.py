@@ -8,6 +8,7 @@ from fullstride.ops.rounding import (
     DROPOUT,
     M_ROUNDING,
     V_ROUNDING,
+    noise_ref,
     philox_ref,
     stochastic_round,
     stochastic_round_ref,
@@ -15,23 +16,29 @@ from fullstride.ops.rounding import (
 )
 
 
-def words(seed: int, step: int, micro_step: int, number: int, numel: int) -> torch.Tensor:
-    return philox_ref(torch.tensor([seed, step, micro_step]), number, numel)
+def halves(seed: int, step: int, micro_step: int, number: int, numel: int) -> torch.Tensor:
+    return noise_ref(torch.tensor([seed, step, micro_step]), number, numel)
 
 
 def test_philox_known_answer_of_zeros() -> None:
-    assert words(0, 0, 0, 0, 4).tolist() == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    words = philox_ref(torch.zeros(3, dtype=torch.int64), 0, 1)
+    assert words.tolist() == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
 
 
 def test_philox_known_answer_of_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counter and key all ones: the first counter word comes from an arange, which starts at 2**32 - 1 here."""
     monkeypatch.setattr(torch, "arange", lambda n, dtype: torch.full((n,), 0xFFFFFFFF, dtype=dtype))
-    noise = philox_ref(torch.tensor([-1, 0xFFFFFFFF, 0xFFFFFFFF]), 0xFFFFFFFF, 4)
-    assert noise.tolist() == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
+    words = philox_ref(torch.tensor([-1, 0xFFFFFFFF, 0xFFFFFFFF]), 0xFFFFFFFF, 1)
+    assert words.tolist() == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
+
+
+def test_noise_is_both_halves_of_every_word() -> None:
+    words = philox_ref(torch.tensor([1, 2, 3]), 4, 2)
+    assert halves(1, 2, 3, 4, 16).tolist() == [half for w in words.tolist() for half in (w & 0xFFFF, w >> 16)]
 
 
 def test_noise_of_an_element_does_not_depend_on_how_many_there_are() -> None:
-    assert torch.equal(words(1, 2, 3, 4, 1001)[:7], words(1, 2, 3, 4, 7))
+    assert torch.equal(halves(1, 2, 3, 4, 1001)[:7], halves(1, 2, 3, 4, 7))
 
 
 def test_streams_are_different() -> None:
@@ -50,39 +57,37 @@ def correlation(a: torch.Tensor, b: torch.Tensor) -> float:
 @pytest.mark.parametrize(
     ("name", "other"),
     [
-        ("seed", words(8, 1, 2, stream(DROPOUT, 3), N)),
-        ("step", words(7, 2, 2, stream(DROPOUT, 3), N)),
-        ("micro-step", words(7, 1, 3, stream(DROPOUT, 3), N)),
-        ("tensor", words(7, 1, 2, stream(DROPOUT, 4), N)),
-        ("purpose", words(7, 1, 2, stream(V_ROUNDING, 3), N)),
+        ("seed", halves(8, 1, 2, stream(DROPOUT, 3), N)),
+        ("step", halves(7, 2, 2, stream(DROPOUT, 3), N)),
+        ("micro-step", halves(7, 1, 3, stream(DROPOUT, 3), N)),
+        ("tensor", halves(7, 1, 2, stream(DROPOUT, 4), N)),
+        ("purpose", halves(7, 1, 2, stream(V_ROUNDING, 3), N)),
     ],
 )
 def test_noise_is_independent(name: str, other: torch.Tensor) -> None:
-    base = words(7, 1, 2, stream(DROPOUT, 3), N)
+    base = halves(7, 1, 2, stream(DROPOUT, 3), N)
     assert abs(correlation(base, other)) <= SIGMAS / N**0.5, name
     assert abs(correlation(base[1:], other[:-1])) <= SIGMAS / N**0.5, name
 
 
 @pytest.mark.parametrize("lag", [1, 2, 3, 4, 5])
 def test_neighbours_are_independent_and_uniform(lag: int) -> None:
-    """The 16 bits that rounding uses, and the whole words that dropout compares."""
-    noise = words(7, 1, 2, stream(DROPOUT, 3), N)
-    for part in (noise, noise & 0xFFFF):
-        assert abs(correlation(part[lag:], part[:-lag])) <= SIGMAS / N**0.5
+    noise = halves(7, 1, 2, stream(DROPOUT, 3), N)
+    assert abs(correlation(noise[lag:], noise[:-lag])) <= SIGMAS / N**0.5
     # a uniform variable's mean is 1/2 with deviation 1 / sqrt(12 N)
-    assert abs(noise.double().mean().item() / 2**32 - 0.5) <= SIGMAS / (12 * N) ** 0.5
+    assert abs(noise.double().mean().item() / 2**16 - 0.5) <= SIGMAS / (12 * N) ** 0.5
 
 
 def test_rounding_is_up_or_down_with_the_right_mean() -> None:
     x = torch.randn(N, generator=torch.Generator().manual_seed(0))
-    rounded = stochastic_round_ref(x, words(7, 1, 2, stream(M_ROUNDING, 0), N)).float()
+    rounded = stochastic_round_ref(x, halves(7, 1, 2, stream(M_ROUNDING, 0), N)).float()
     step = torch.exp2(torch.floor(torch.log2(x.abs())) - 7)  # bf16 keeps 8 bits
     error = (rounded - x) / step
     assert error.abs().max() < 1
     # |error| < 1 and mean 0: the deviation of one is at most 1/2
     assert abs(error.double().mean().item()) <= SIGMAS * 0.5 / N**0.5
     exact = x.bfloat16().float()
-    assert torch.equal(stochastic_round_ref(exact, words(7, 1, 2, 5, N)).float(), exact)  # nothing to round
+    assert torch.equal(stochastic_round_ref(exact, halves(7, 1, 2, 5, N)).float(), exact)  # nothing to round
 
 
 def test_special_values_are_left_alone() -> None:

@@ -44,14 +44,14 @@ def adamw_kernel(
     HAS_MASTER: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    # what the reference computes from hyper on the host, in float64 as there
+    # differences are taken in float64, where 1 - beta2 keeps its digits; quotients lose none in float32
     lr, beta1, beta2 = tl.load(hyper), tl.load(hyper + 1), tl.load(hyper + 2)
     rest1, rest2 = (1 - beta1).to(tl.float32), (1 - beta2).to(tl.float32)
     beta1, beta2 = beta1.to(tl.float32), beta2.to(tl.float32)
     eps = tl.load(hyper + 3).to(tl.float32)
     shrink = (1 - lr * tl.load(hyper + 4)).to(tl.float32)
-    step_size = (lr / tl.load(hyper + 5)).to(tl.float32)
-    root_correction2 = tl.sqrt(tl.load(hyper + 6)).to(tl.float32)
+    step_size = lr.to(tl.float32) / tl.load(hyper + 5).to(tl.float32)
+    root_correction2 = tl.sqrt(tl.load(hyper + 6).to(tl.float32))
     grad_scale = tl.load(hyper + 7).to(tl.float32)
 
     start = tl.program_id(0).to(tl.int64) * BLOCK
@@ -63,7 +63,7 @@ def adamw_kernel(
     v = beta2 * tl.load(v_buffer + at, mask=mask, other=0.0).to(tl.float32) + rest2 * g * g
     if DECAY:
         w *= shrink
-    w -= step_size * m / (tl.sqrt_rn(v) / root_correction2 + eps)
+    w -= step_size * m / (tl.sqrt(v) * (1 / root_correction2) + eps)
     store_rounded(m_buffer, at, m, n, rng, m_stream, start, BLOCK)
     store_rounded(v_buffer, at, v, n, rng, v_stream, start, BLOCK)
     if HAS_MASTER:

@@ -7,7 +7,10 @@ import torch
 import triton
 import triton.language as tl
 
-from fullstride.kernels.grid import cdiv
+from fullstride.kernels.grid import cdiv, next_power_of_2
+
+BLOCK_P = 1024  # rows at once: all of them, as a rule, so that the memory is waited for once
+BLOCK_D = 8  # columns a program, 32 bytes: the sums are narrow, and programs must be many
 
 
 @triton.jit
@@ -25,8 +28,12 @@ def add_partials_kernel(partial, out, P, D, BLOCK_P: tl.constexpr, BLOCK_D: tl.c
 def add_partials(partial_PD: torch.Tensor, out_D: torch.Tensor) -> None:
     """Adds the sum over rows of partial_PD (float32, contiguous) into out_D. Moves 4 P D bytes."""
     num_partials, width = partial_PD.shape
-    # few columns a program: D is small, and what takes time is the loop over rows
-    block_d = 16
-    add_partials_kernel[(cdiv(width, block_d),)](
-        partial_PD, out_D, num_partials, width, BLOCK_P=256, BLOCK_D=block_d, num_warps=4
+    add_partials_kernel[(cdiv(width, BLOCK_D),)](
+        partial_PD,
+        out_D,
+        num_partials,
+        width,
+        BLOCK_P=min(BLOCK_P, next_power_of_2(num_partials)),
+        BLOCK_D=BLOCK_D,
+        num_warps=8,
     )

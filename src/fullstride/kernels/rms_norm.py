@@ -10,6 +10,11 @@ import triton.language as tl
 from fullstride.kernels.grid import cdiv, next_power_of_2, num_sms, num_warps
 from fullstride.kernels.partials import add_partials
 
+TILE = 2048  # elements of a program's tile at least; a wider row is one tile
+PER_THREAD = 16
+WARPS_PER_SM = 16  # of the backward: all programs at once, by their registers
+STAGES = 3  # of the backward: this many tiles of three inputs in a multiprocessor's 227 KiB of shared memory
+
 
 @triton.jit
 def rms_norm_fwd_kernel(
@@ -93,10 +98,10 @@ def rms_norm_bwd_kernel(
 
 
 def _tile(width: int) -> tuple[int, int, int]:
-    """(rows, columns, warps) of a program's tile: at least 2048 elements, 16 a thread."""
+    """(rows, columns, warps) of a program's tile."""
     block_d = next_power_of_2(width)
-    rows = max(1, 2048 // block_d)
-    return rows, block_d, num_warps(rows * block_d, 16)
+    rows = max(1, TILE // block_d)
+    return rows, block_d, num_warps(rows * block_d, PER_THREAD)
 
 
 def rms_norm_fwd(
@@ -153,7 +158,7 @@ def rms_norm_bwd(
     assert dnormed_ND.stride(1) == x_ND.stride(1) == dresidual.stride(1) == dx_ND.stride(1) == 1
     rows, block_d, warps = _tile(width)
     tile_bytes = rows * block_d * x_ND.element_size()
-    num_programs = min(cdiv(num_rows, rows), num_sms(x_ND) * (16 // warps))  # all of them at once, by their registers
+    num_programs = min(cdiv(num_rows, rows), num_sms(x_ND) * (WARPS_PER_SM // warps))
     partial = None
     if dweight_D is not None:
         partial = torch.empty(num_programs, width, dtype=torch.float32, device=x_ND.device)
@@ -175,8 +180,7 @@ def rms_norm_bwd(
         HAS_WEIGHT_GRAD=partial is not None,
         ROWS=rows,
         BLOCK_D=block_d,
-        # three inputs, this many tiles each, in a multiprocessor's 227 KiB of shared memory
-        STAGES=3 if tile_bytes <= 2**14 else 1,
+        STAGES=STAGES if tile_bytes <= 2**14 else 1,
         num_warps=warps,
     )
     if dweight_D is not None and partial is not None:

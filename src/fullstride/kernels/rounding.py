@@ -13,25 +13,38 @@ BLOCK = 2048
 
 
 @triton.jit
-def noise(rng, stream, start, BLOCK: tl.constexpr):
-    """uint32 [BLOCK] for elements `start` (a multiple of 4) to start + BLOCK: ops/rounding's philox_ref, bit by bit.
+def philox(seed, c0, c1, c2, c3):
+    """Philox4x32-10 of a counter of four uint32: four words of uint32.
 
-    rng: int64 [3] = seed, step, micro-step. One Philox gives four neighbours their words.
+    tl.philox multiplies twice, for the upper and the lower half of each product; here both come from one instruction.
     """
-    group = (start // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)
-    zero = group * 0
-    step = zero + tl.load(rng + 1).to(tl.uint32)
-    micro_step = zero + tl.load(rng + 2).to(tl.uint32)
-    w0, w1, w2, w3 = tl.philox(tl.load(rng), group, zero + stream.to(tl.uint32), step, micro_step)
-    return tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(BLOCK)
+    k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+    for _ in tl.static_range(10):
+        p0, p1 = c0.to(tl.uint64) * 0xD2511F53, c2.to(tl.uint64) * 0xCD9E8D57
+        c0, c1 = (p1 >> 32).to(tl.uint32) ^ c1 ^ k0, p1.to(tl.uint32)
+        c2, c3 = (p0 >> 32).to(tl.uint32) ^ c3 ^ k1, p0.to(tl.uint32)
+        k0, k1 = k0 + 0x9E3779B9, k1 + 0xBB67AE85
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def noise(rng, stream, start, BLOCK: tl.constexpr):
+    """uint32 [BLOCK], each below 2**16, for elements `start` (a multiple of 8) to start + BLOCK: noise_ref, bit by bit.
+
+    rng: int64 [3] = seed, step, micro-step. One Philox gives eight neighbours, which are one thread's, their halves.
+    """
+    group = (start // 8 + tl.arange(0, BLOCK // 8)).to(tl.uint32)
+    step, micro_step = tl.load(rng + 1).to(tl.uint32), tl.load(rng + 2).to(tl.uint32)
+    w0, w1, w2, w3 = philox(tl.load(rng), group, stream.to(tl.uint32), step, micro_step)
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
+    return tl.join(words & 0xFFFF, words >> 16).reshape(BLOCK)
 
 
 @triton.jit
 def round_stochastically(value, random):
     """float32 whose lower 16 bits are zero, that is a bf16; infinities and NaN are left alone."""
     bits = value.to(tl.uint32, bitcast=True)
-    is_finite = (bits & 0x7F800000) != 0x7F800000
-    bits = tl.where(is_finite, bits + (random & 0xFFFF), bits) & 0xFFFF0000
+    bits = tl.where(tl.abs(value) < float("inf"), bits + random, bits) & 0xFFFF0000
     return bits.to(tl.float32, bitcast=True)
 
 

@@ -22,7 +22,7 @@ from fullstride.ops.rounding import (
     MASTER_ROUNDING,
     V_ROUNDING,
     WEIGHT_ROUNDING,
-    philox_ref,
+    noise_ref,
     stochastic_round_ref,
     stream,
 )
@@ -75,7 +75,7 @@ def adamw_ref(
 
 def _store(out: torch.Tensor, value: torch.Tensor, rng: torch.Tensor, stream: int) -> None:
     if out.dtype == torch.bfloat16:
-        out.copy_(stochastic_round_ref(value, philox_ref(rng, stream, value.numel())))
+        out.copy_(stochastic_round_ref(value, noise_ref(rng, stream, value.numel())))
     else:
         out.copy_(value)
 

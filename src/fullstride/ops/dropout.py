@@ -5,18 +5,24 @@ from __future__ import annotations
 import torch
 
 from fullstride.ops.numerics import wide
-from fullstride.ops.rounding import philox_ref
+from fullstride.ops.rounding import noise_ref
 
 
 def keep_threshold(p: float) -> int:
-    """An element is kept when its uint32 noise is at least this."""
-    return min(round(p * 2**32), 2**32 - 1)
+    """An element is kept when its noise, one of 2**16 values, is at least this: p is rounded to multiples of 2**-16."""
+    return min(round(p * 2**16), 2**16 - 1)
+
+
+def keep_scale(threshold: int) -> float:
+    """One over the probability to be kept: the mean of what is kept stays right, whatever p was rounded to."""
+    return 2**16 / (2**16 - threshold)
 
 
 def dropout_ref(x_ND: torch.Tensor, p: float, rng: torch.Tensor, stream: int) -> torch.Tensor:
     """x * keep / (1 - p), with element e = row * D + column of x keyed as ops/rounding says."""
-    keep = philox_ref(rng, stream, x_ND.numel()).view(x_ND.shape) >= keep_threshold(p)
-    return torch.where(keep, wide(x_ND) / (1 - p), 0)
+    threshold = keep_threshold(p)
+    keep = noise_ref(rng, stream, x_ND.numel()).view(x_ND.shape) >= threshold
+    return torch.where(keep, wide(x_ND) * keep_scale(threshold), 0)
 
 
 def dropout(
@@ -29,6 +35,7 @@ def dropout(
     if x_ND.is_cuda:
         from fullstride.kernels.dropout import dropout as kernel
 
-        return kernel(x_ND, p, keep_threshold(p), rng, stream, out_ND, accumulate)
+        threshold = keep_threshold(p)
+        return kernel(x_ND, threshold, keep_scale(threshold), rng, stream, out_ND, accumulate)
     dropped = dropout_ref(x_ND, p, rng, stream)
     out_ND.copy_(wide(out_ND) + dropped if accumulate else dropped)

@@ -3,10 +3,11 @@
 The generator is Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"). Noise is keyed by
 what it is for, never by call order: the key is the run's seed, the counter is
 
-    (element // 4, stream, step, micro-step)
+    (element // 8, stream, step, micro-step)
 
-and element e takes word e % 4 of the four that come out. `stream` names the tensor (see `stream`). seed, step and
-micro-step live in one int64 tensor [3] on the device, so a captured graph sees new values.
+and of the four words that come out, element e takes half of word e % 8 // 2: the lower half where e is even, the upper
+where it is odd. `stream` names the tensor (see `stream`). seed, step and micro-step live in one int64 tensor [3] on the
+device, so a captured graph sees new values.
 """
 
 from __future__ import annotations
@@ -27,10 +28,13 @@ def stream(purpose: int, tensor: int) -> int:
     return purpose << 24 | tensor
 
 
-def philox_ref(rng: torch.Tensor, stream: int, numel: int) -> torch.Tensor:
-    """int64 [numel] holding uint32 noise for elements 0 .. numel-1; rng: int64 [3] = seed, step, micro-step."""
+def philox_ref(rng: torch.Tensor, stream: int, num_counters: int) -> torch.Tensor:
+    """int64 [4 * num_counters], uint32 words for the counters (0 .. num_counters-1, stream, step, micro-step).
+
+    rng: int64 [3] = seed, step, micro-step.
+    """
     seed, step, micro_step = rng.tolist()
-    c0 = torch.arange((numel + 3) // 4, dtype=torch.int64)
+    c0 = torch.arange(num_counters, dtype=torch.int64)
     c1 = torch.full_like(c0, stream)
     c2, c3 = torch.full_like(c0, step & _MASK), torch.full_like(c0, micro_step & _MASK)
     k0, k1 = seed & _MASK, (seed >> 32) & _MASK
@@ -39,17 +43,22 @@ def philox_ref(rng: torch.Tensor, stream: int, numel: int) -> torch.Tensor:
         p0, p1 = c0 * _M0, c2 * _M1
         c0, c1, c2, c3 = (p1 >> 32 & _MASK) ^ c1 ^ k0, p1 & _MASK, (p0 >> 32 & _MASK) ^ c3 ^ k1, p0 & _MASK
         k0, k1 = (k0 + _W0) & _MASK, (k1 + _W1) & _MASK
-    return torch.stack([c0, c1, c2, c3], dim=1).view(-1)[:numel]
+    return torch.stack([c0, c1, c2, c3], dim=1).view(-1)
+
+
+def noise_ref(rng: torch.Tensor, stream: int, numel: int) -> torch.Tensor:
+    """int64 [numel], each in [0, 2**16): the noise of elements 0 .. numel-1."""
+    words = philox_ref(rng, stream, (numel + 7) // 8)
+    return torch.stack([words & 0xFFFF, words >> 16], dim=1).view(-1)[:numel]
 
 
 def stochastic_round_ref(x_n: torch.Tensor, noise_n: torch.Tensor) -> torch.Tensor:
     """bf16 [n] from float32 x_n: up or down with the probability that makes the mean right.
 
-    The low 16 bits of the noise are added to the float's bits before the lower half is cut off; infinities and NaN are
-    left alone.
+    The noise is added to the float's bits before the lower half is cut off; infinities and NaN are left alone.
     """
     bits = x_n.float().contiguous().view(torch.int32)
-    rounded = bits + (noise_n & 0xFFFF).to(torch.int32)
+    rounded = bits + noise_n.to(torch.int32)
     bits = torch.where(torch.isfinite(x_n), rounded, bits) & -65536
     return bits.view(torch.float32).to(torch.bfloat16)
 
@@ -60,5 +69,5 @@ def stochastic_round(x_n: torch.Tensor, rng: torch.Tensor, stream: int, out_n: t
         from fullstride.kernels.rounding import stochastic_round as kernel
 
         return kernel(x_n, rng, stream, out_n)
-    noise = philox_ref(rng, stream, x_n.numel())
+    noise = noise_ref(rng, stream, x_n.numel())
     out_n.copy_(stochastic_round_ref(x_n.reshape(-1), noise).view_as(out_n))
