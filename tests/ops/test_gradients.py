@@ -9,7 +9,7 @@ from fullstride.ops.attention import Documents, attention_bwd, attention_fwd
 from fullstride.ops.cross_entropy import IGNORED, cross_entropy
 from fullstride.ops.dropout import dropout
 from fullstride.ops.embedding import embedding_bwd, embedding_fwd
-from fullstride.ops.matmul import matmul, matmul_bias
+from fullstride.ops.matmul import matmul
 from fullstride.ops.norm import sum_of_squares
 from fullstride.ops.rms_norm import rms_norm_bwd, rms_norm_fwd
 from fullstride.ops.rope import Rope, heads, rope_bwd, rope_frequencies, rope_fwd, rope_tables
@@ -195,7 +195,7 @@ def test_matmul_and_bias() -> None:
     check((out, a @ b))
     matmul(a, b, out, accumulate=True, alpha=0.5)
     check((out, 1.5 * (a @ b)))
-    matmul_bias(a, b, bias, out)
+    matmul(a, b, out, bias=bias)
     check((out, a @ b + bias))
 
 

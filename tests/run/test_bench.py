@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from fullstride.model.spec import ModelConfig, num_parameters, parameter_table
 from fullstride.run import bench
 from fullstride.run.bench import check_trains, model_config, run_bench
 from fullstride.run.flops import lora_parameters, model_flops, peak_flops
+from fullstride.run.kinds import KINDS, TimeByKind
 from fullstride.trainer.trainer import Trainer
 from tests.run.conftest import TINY
 
@@ -69,10 +71,58 @@ def test_bench_on_a_cpu(model_dir: Path, tmp_path: Path, capsys) -> None:
         assert json.loads(file.read_text(encoding="utf-8")) == result
         assert result["tokens_per_update"] == 2 * 2 * 32
         assert len(result["seconds_per_update"]) == 5
-        assert result["tokens_per_sec"] > 0 and result["host_ms_per_micro_step"] > 0
+        assert result["tokens_per_sec"] > 0
         assert result["dead_gradients"] == 0
         assert result["mfu"] is None and result["loss_last"] < result["loss_first"]
-        assert "tokens_per_sec" in capsys.readouterr().out
+        told = capsys.readouterr().out
+        for name in ("tokens_per_sec", "share_of_ceiling", "host_ms_per_micro_step", *KINDS, "dead_gradients"):
+            assert re.search(rf"^  {name} +\S", told, re.MULTILINE)
+        # on a CPU the keys are there, and say that there is nothing to tell apart
+        assert result["time_by_kind_ms"] == result["time_by_kind_share"] == dict.fromkeys(KINDS)
+        assert result["host_ms_per_micro_step"] is result["share_of_ceiling"] is None
+
+
+def test_a_gpus_result_is_described_in_full(model_dir: Path) -> None:
+    """Known times give known figures: medians over medians, shares of the profiled update, ratio to the ceiling."""
+    config = BenchConfig(model=str(model_dir), seq_len=8, batch_size=2, device="cpu").resolved()
+    kinds = TimeByKind(dict(zip(KINDS, (0.4, 0.2, 0.1, 0.05, 0.1, 0.2), strict=True)), 1.0, 0.05, ("spooky",))
+    metrics = [{"loss": 2.0, "grad_norm": 1.0}, {"loss": 1.0, "grad_norm": 3.0}]
+    rounds = [[1.0, 9.0, 1.0], [2.0, 2.0, 2.0], [4.0, 4.0, 0.0]]
+    measured = bench.Measured(rounds, metrics, 3 * 10**9, [], [0.5e-3, 7.0, 0.6e-3], kinds)
+    result = bench.described(config, TINY, Options(device="cpu").resolved(), 4, measured, (7, 9), ceiling=64.0)
+    assert result["seconds_per_update"] == [1.0, 2.0, 4.0]
+    assert result["tokens_per_sec"] == 4 * 2 * 8 / 2.0 and result["share_of_ceiling"] == 0.5
+    assert result["host_ms_per_micro_step"] == pytest.approx(0.6)
+    assert result["time_by_kind_ms"] == pytest.approx(dict(zip(KINDS, (400, 200, 100, 50, 100, 200), strict=True)))
+    assert result["time_by_kind_share"]["attention"] == pytest.approx(0.2)
+    assert (result["overlap_ms"], result["profiled_update_ms"]) == pytest.approx((50, 1000))
+    assert json.loads(json.dumps(result)) == result
+    told = bench.table(result)
+    assert re.search(r"products +400.00 ms +40.0 %", told) and re.search(r"unrecognised_kernels +spooky", told)
+    assert re.search(r"share_of_ceiling +0.5$", told, re.MULTILINE)
+    # nothing is left out of what a person sees
+    shown = {name for name in result if not name.startswith("time_by_kind")}
+    assert shown == set(re.findall(r"^  (\w+)", told, re.MULTILINE)) - set(KINDS)
+
+
+def test_host_time_begins_with_an_idle_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before every micro-step that is timed the device has nothing to do, and no window grows beyond an update's."""
+    calls: list[str] = []
+
+    class Device:
+        def step(self, inputs: str, targets: str) -> None:
+            calls.append("step")
+
+        def discard(self) -> None:
+            calls.append("discard")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("wait"))
+    times = bench.issue_times(Device(), [("a", "b")] * 3)  # type: ignore[arg-type, list-item]
+    assert len(times) == bench.HOST_STEPS and min(times) >= 0
+    assert calls.count("step") == len(times)
+    assert all(calls[i - 1] == "wait" for i, call in enumerate(calls) if call == "step")
+    windows = "".join(call[0] for call in calls).replace("w", "").strip("d").split("d")
+    assert {len(window) for window in windows[:-1]} == {3} and calls[-1] == "discard"
 
 
 def test_training_that_does_not_train_is_an_error() -> None:
@@ -126,6 +176,22 @@ def test_a_result_that_cannot_be_written_is_refused_before_measuring(
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
     with pytest.raises(ConfigError, match=rf"json: no permission to write in {tmp_path}"):
         run_bench(BenchConfig(model=str(model_dir), device="cpu", json=str(tmp_path / "result.json")))
+
+
+@pytest.mark.gpu
+def test_bench_on_a_gpu_accounts_for_its_time(capsys) -> None:
+    result = run_bench(BenchConfig(model="smollm2-135m", batch_size=8, seq_len=512, updates=1))
+    with capsys.disabled():
+        print(f"\n{bench.table(result)}")
+    ms, share = result["time_by_kind_ms"], result["time_by_kind_share"]
+    assert sum(ms.values()) == pytest.approx(result["profiled_update_ms"] + result["overlap_ms"], rel=1e-6)
+    assert result["unrecognised_kernels"] == [] and ms["other"] == 0
+    assert min(ms[kind] for kind in KINDS if kind != "other") > 0
+    assert share["products"] > share["optimizer"] and share["element_wise"] > share["optimizer"]
+    # what the profiler adds is launch overhead: the account is of an update as it was timed
+    assert result["profiled_update_ms"] < 2e3 * min(result["seconds_per_update"])
+    # 16 micro-steps an update: were waiting counted, this would be a micro-step's whole time
+    assert 0 < result["host_ms_per_micro_step"] < 0.5 * 1e3 * min(result["seconds_per_update"]) / result["grad_accum"]
 
 
 def test_flops_of_a_model_by_hand() -> None:

@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from fullstride import ConfigError, ModelConfig, Options, OutOfMemory, Trainer
+from fullstride import ConfigError, ModelConfig, Options, Trainer
 from fullstride.engine.checkpoint import steps
 from fullstride.trainer.telemetry import FIELDS
 
@@ -452,12 +452,6 @@ def test_arguments_of_the_wrong_kind_are_named(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"takes a ModelConfig and Options"):
             Trainer(config, options, batch_size=1, seq_len=4)  # type: ignore[arg-type]
     assert make(rows=np.int64(2)).batch_size == 2  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("rows", [2**30, 2**60], ids=str)
-def test_out_of_memory_names_the_segment(rows: int) -> None:
-    with pytest.raises(OutOfMemory, match=r"segment '\w+' asks for .* GB"):
-        Trainer(CONFIG, Options(device="cpu"), batch_size=rows, seq_len=2**20)
 
 
 def test_a_full_disk_is_an_oserror_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

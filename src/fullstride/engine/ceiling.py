@@ -1,8 +1,9 @@
 """The bare ceiling of training on this GPU: the time of its matrix products and attention, and nothing else.
 
 What an update cannot avoid: for every layer the products of the four linears (forward, input gradient and, when the
-weight trains, weight gradient) and attention forward and backward, then the head's products. Norms, activations, losses
-and the optimizer are left out. Measured, not read off a data sheet, since a sustained load is limited by power.
+weight trains, weight gradient), by the fastest algorithms known, and attention forward and backward, then the head's
+products. Norms, activations, losses and the optimizer are left out. Measured, not read off a data sheet, since a
+sustained load is limited by power.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 
 from fullstride.model.spec import ModelConfig, block_unit
 from fullstride.ops.attention import Documents, attention_bwd, attention_fwd
-from fullstride.ops.matmul import matmul
+from fullstride.ops.matmul import WORKSPACE_BYTES, Matmul, fastest_matmul, matmul
 from fullstride.ops.rope import heads
 
 WEIGHT_SETS = 4  # layers take turns among so many weights, so that none is still in the cache
@@ -23,8 +24,10 @@ WEIGHT_SETS = 4  # layers take turns among so many weights, so that none is stil
 class _Product:
     """y = x W^T with its backward, on random numbers."""
 
-    def __init__(self, num_tokens: int, shape: tuple[int, ...], trains: bool, like: torch.Tensor) -> None:
-        (rows, columns), new = shape, like.new_empty
+    def __init__(
+        self, num_tokens: int, shape: tuple[int, ...], trains: bool, like: torch.Tensor, matmul: Matmul
+    ) -> None:
+        self._matmul, (rows, columns), new = matmul, shape, like.new_empty
         self._weights = [0.02 * torch.randn(shape, dtype=like.dtype, device=like.device) for _ in range(WEIGHT_SETS)]
         self._x = torch.randn(num_tokens, columns, dtype=like.dtype, device=like.device)
         self._y = torch.randn(num_tokens, rows, dtype=like.dtype, device=like.device)
@@ -33,10 +36,10 @@ class _Product:
 
     def run(self, turn: int) -> None:
         weight = self._weights[turn % WEIGHT_SETS]
-        matmul(self._x, weight.t(), self._out)
-        matmul(self._y, weight, self._dx)
+        self._matmul(self._x, weight.t(), self._out)
+        self._matmul(self._y, weight, self._dx)
         if self._dw is not None:
-            matmul(self._y.t(), self._x, self._dw)
+            self._matmul(self._y.t(), self._x, self._dw)
 
 
 def bare_ceiling(
@@ -56,8 +59,10 @@ def bare_ceiling(
     n, device = rows * seq_len, torch.device("cuda")
     like = torch.empty(0, dtype=dtype, device=device)
     shapes = {tensor.name: tensor.shape for tensor in block_unit(config, 0).tensors}
-    linears = [_Product(n, shapes[name], trains_weights, like) for name in ("qkv", "o", "gate_up", "down")]
-    head = _Product(head_chunk, (config.vocab_size, config.hidden_size), trains_weights, like)
+    workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    products = fastest_matmul(workspace) if dtype.itemsize == 2 else matmul
+    linears = [_Product(n, shapes[name], trains_weights, like, products) for name in ("qkv", "o", "gate_up", "down")]
+    head = _Product(head_chunk, (config.vocab_size, config.hidden_size), trains_weights, like, products)
     qkv = torch.randn(n, config.q_size + 2 * config.kv_size, dtype=dtype, device=device)
     num_q, num_kv, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     q, k, v = (heads(qkv, a, m, size) for a, m in ((0, num_q), (num_q, num_kv), (num_q + num_kv, num_kv)))

@@ -80,11 +80,12 @@ class Decoder:
         for layer in range(c.num_hidden_layers):
             ctx = BlockContext(
                 c,
-                LinearContext(self._scratch, self._rng, training=False),
+                LinearContext(matmul, self._scratch, self._rng, training=False),
                 self._rope,
                 positions,
                 documents,
                 lambda q, k, v, layer=layer: (self._attend(layer, start, q, k, v), ()),
+                engine.adapted,
             )
             residual, branch = block_fwd(engine.block(layer), s, ctx, residual, branch)
         self.length = start + n

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from fullstride.memory.arena import Arena, FlatLayout
-from fullstride.model.lora import LoraSettings, adapter_unit
+from fullstride.model.lora import LoraSettings, adapter_columns, adapter_unit
 from fullstride.model.spec import ModelConfig, TensorSpec, Unit, parameter_table
 from fullstride.parallel.gradients import GradientUnit, UnshardedGradients
 from fullstride.parallel.weights import ReplicatedWeights
@@ -50,13 +50,17 @@ class State:
         layers = range(config.num_hidden_layers)
         self.adapters = () if lora is None else tuple(adapter_unit(config, lora, layer) for layer in layers)
         self.units = self.base + self.adapters
-        layouts = {unit.name: _layout(unit) for unit in self.units}
+        margins = {} if lora is None else adapter_columns(lora)
+        layouts = {unit.name: _layout(unit, margins) for unit in self.units}
         flats = {}
         for unit in self.units:
             segment = "weights" if unit in self.base else "adapters"
             flats[unit.name] = arena.zeros(segment, (layouts[unit.name].size,), precision.param)
         self.views = {name: layouts[name].views(flat) for name, flat in flats.items()}
-        self.weights = ReplicatedWeights(self.views)
+        extended = {name: layouts[name].extended_views(flat) for name, flat in flats.items()}
+        self.weights = ReplicatedWeights(
+            {unit: self.views[unit] | {f"{name}.extended": t for name, t in extended[unit].items()} for unit in flats}
+        )
         self.trained: dict[str, TrainedUnit] = {}
         for index, unit in enumerate(self.units if trains else ()):
             if lora is None or unit in self.adapters:
@@ -97,5 +101,7 @@ class State:
                 unit.param.copy_(unit.master)
 
 
-def _layout(unit: Unit) -> FlatLayout:
-    return FlatLayout.of((t.name, t.shape, t.decay) for t in unit.tensors)
+def _layout(unit: Unit, margins: dict[str, int]) -> FlatLayout:
+    """`margins`: of the linears that have an adapter, which is folded into them (model/linear)."""
+    own = {t.name: margins[t.name] for t in unit.tensors if t.name in margins}
+    return FlatLayout.of(((t.name, t.shape, t.decay) for t in unit.tensors), own)

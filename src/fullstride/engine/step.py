@@ -32,12 +32,13 @@ from fullstride.model.block import (
     saved_table,
 )
 from fullstride.model.head import HeadContext, HeadWeights, head_begin, head_chunk, head_end
-from fullstride.model.linear import LinearContext
-from fullstride.model.lora import LINEARS, LoraSettings, adapters_of
+from fullstride.model.linear import LinearContext, fold
+from fullstride.model.lora import LoraSettings, adapter_columns, adapters_of
 from fullstride.model.spec import ModelConfig
 from fullstride.ops.attention import attention_fwd
 from fullstride.ops.cross_entropy import IGNORED
 from fullstride.ops.embedding import embedding_bwd, embedding_fwd
+from fullstride.ops.matmul import WORKSPACE_BYTES, Matmul, fastest_matmul, matmul
 from fullstride.ops.rope import Rope, rope_frequencies, rope_tables
 
 GetUnit = Callable[[str], dict[str, torch.Tensor]]  # the tensors of a unit, or their gradients, by name
@@ -77,22 +78,19 @@ class Engine:
             self.arena, settings.rows, settings.seq_len, settings.head_chunks, stats, settings.deterministic
         )
         num_tokens = settings.rows * settings.seq_len
-        self.saved_table = tuple(SavedTensor(*row) for row in saved_table(config, self._adapter_ranks()))
+        self.adapted = {} if lora is None else adapter_columns(lora)
+        self.saved_table = tuple(SavedTensor(*row) for row in saved_table(config, self.adapted))
         if lora is not None and lora.dropout and settings.trains:  # one buffer for linears of all widths
             widest = max(config.hidden_size, config.q_size, config.intermediate_size)
             self.scratch("dropped", (num_tokens, widest), dtype)
         num_saved = config.num_hidden_layers if settings.trains else 0
         self.saved = allocate_saved(self.saved_table, num_saved, num_tokens, settings.recompute, self.arena, dtype)
         self.rope = make_rope(config, settings.seq_len, self.arena, stats)
+        self.matmul = make_matmul(settings, self.arena)
         self.graphs = Graphs(settings.graphs and device.type == "cuda")
         self._stats = self.arena.zeros("batch", (4,), torch.float64)
         self.updates = 0  # updates done, which with the micro-step's number keys the noise
         self._reset()
-
-    def _adapter_ranks(self) -> dict[str, int]:
-        if self.lora is None:
-            return {}
-        return {name: len(self.lora.adapted(name)) * self.lora.rank for name in LINEARS if self.lora.adapted(name)}
 
     def _reset(self) -> None:
         self.micro_steps = self._tokens = self._tokens_1k = 0
@@ -126,11 +124,12 @@ class Engine:
         documents = self.batch.documents
         return BlockContext(
             self.config,
-            LinearContext(self.scratch, self.batch.rng, training),
+            LinearContext(self.matmul, self.scratch, self.batch.rng, training),
             self.rope,
             self.batch.positions,
             documents,
             lambda q, k, v: attention_fwd(q, k, v, documents),
+            self.adapted,
         )
 
     def _forward(self, ctx: BlockContext, saved: list[Saved]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -199,15 +198,14 @@ class Engine:
         lm_head.zero_()
 
     def _head_context(self) -> HeadContext:
-        return HeadContext(self.config.rms_norm_eps, self.batch.z_loss, self.scratch)
+        return HeadContext(self.config.rms_norm_eps, self.batch.z_loss, self.matmul, self.scratch)
 
     def _backward_piece(self) -> None:
         """From the head down to the embedding (LoRA: to the lowest adapter)."""
         gradients, ctx = self.state.gradients, self._context(training=True)
-        shape = tuple(self.saved[0]["x"].shape)
-        dy, dx = (self.scratch(name, shape, self.dtype) for name in ("dx_even", "dx_odd"))
+        dy, dx = (ctx.dy_buffer(name, "down", self.saved[0]["x"]) for name in ("dx_even", "dx_odd"))
         self._add_statistics()
-        head_end(self.head(), self._head(gradients.full), self._head_context(), dy)
+        head_end(self.head(), self._head(gradients.full), self._head_context(), dy[:, : self.config.hidden_size])
         gradients.notify("head")
         for layer in self._gathered(range(self.config.num_hidden_layers)[::-1]):
             w, g, s = self.block(layer), self._assemble(layer, gradients.full), self.saved[layer]
@@ -241,7 +239,7 @@ class Engine:
     def update(self, *, step: int, grad_clip: float, **hyper: float) -> dict[str, float]:
         """Divide by the supervised tokens, clip by the global norm, AdamW. Statistics of the update's micro-steps."""
         self.optimizer.load((self.settings.seed, step, 0), self._tokens, grad_clip, step=step, **hyper)
-        self.graphs.run("update", self.optimizer.step)
+        self.graphs.run("update", self._update_piece)
         loss, loss_1k, lse_sum, lse_max = self._stats.tolist()
         result = {
             "loss": loss / self._tokens,
@@ -254,6 +252,27 @@ class Engine:
         self.updates = step
         self._reset()
         return result
+
+    def _update_piece(self) -> None:
+        self.optimizer.step()
+        self.fold()
+
+    def fold(self) -> None:
+        """The adapters have changed: bring the copies beside their base weights up to date."""
+        for layer in range(self.config.num_hidden_layers if self.lora is not None else 0):
+            w = self.block(layer)
+            for linear in (w.qkv, w.o, w.gate_up, w.down):
+                fold(linear)
+
+    def params_written(self) -> None:
+        """Parameters were written from outside: bring what depends on them up to date."""
+        self.state.params_written()
+        self.fold()
+
+    def values_written(self) -> None:
+        """The state's `values` were written from outside: bring what depends on them up to date."""
+        self.state.values_written()
+        self.fold()
 
     def start_from(self, updates: int) -> None:
         """Forget the micro-steps since the last update; the next one is number updates + 1."""
@@ -281,6 +300,14 @@ class Engine:
             "loss_1k": loss_1k / max(host.tokens_1k, 1),
             "tokens": host.tokens,
         }
+
+
+def make_matmul(settings: EngineSettings, arena: Arena) -> Matmul:
+    """Products whose algorithms are chosen by timing, where that pays and the choice may differ from run to run."""
+    timed = settings.trains and not settings.deterministic and settings.precision.param.itemsize == 2
+    if arena.device.type != "cuda" or not timed:
+        return matmul
+    return fastest_matmul(arena.zeros("scratch", (WORKSPACE_BYTES,), torch.uint8))
 
 
 def make_rope(config: ModelConfig, num_positions: int, arena: Arena, dtype: torch.dtype) -> Rope:

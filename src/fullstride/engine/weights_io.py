@@ -42,7 +42,7 @@ def import_weights(engine: Engine, path: str | Path) -> None:
         for spec in unit.tensors:
             for part, tensor in read_parts(checkpoint, spec):
                 state.tensor(unit, spec)[part.start : part.stop].copy_(tensor)
-    state.params_written()
+    engine.params_written()
 
 
 def _differences(a: ModelConfig, b: ModelConfig) -> str:
@@ -76,10 +76,11 @@ def init_weights(engine: Engine, seed: int) -> None:
             tensor = state.tensor(unit, spec)
             if spec.decay:
                 generator = _generator(engine.device, seed, i, j)
-                tensor.normal_(0.0, engine.config.initializer_range, generator=generator)
+                values = torch.empty(spec.shape, dtype=tensor.dtype, device=tensor.device)  # the same for any strides
+                tensor.copy_(values.normal_(0.0, engine.config.initializer_range, generator=generator))
             else:
                 tensor.fill_(0.0 if spec.name.endswith("bias") else 1.0)
-    state.params_written()
+    engine.params_written()
 
 
 def init_adapters(engine: Engine, seed: int) -> None:
@@ -93,7 +94,7 @@ def init_adapters(engine: Engine, seed: int) -> None:
                 tensor.uniform_(-bound, bound, generator=_generator(engine.device, seed, len(state.base) + i, j))
             else:
                 tensor.zero_()
-    state.params_written()
+    engine.params_written()
 
 
 def _generator(device: torch.device, seed: int, unit: int, tensor: int) -> torch.Generator:
@@ -139,4 +140,4 @@ def import_adapter(engine: Engine, directory: str | Path) -> None:
     compare_tensors(shapes, engine.state.adapters, str(directory))
     for name, rows in _adapter_tensors(engine):
         rows.copy_(checkpoint.get(name))
-    engine.state.values_written()
+    engine.values_written()

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 
 from fullstride.errors import OutOfMemory
 
 ALIGNMENT = 256  # bytes at least; cuBLAS picks its algorithms by alignment
+ROW_STEP = 64  # elements to which rows with spare columns are rounded up: a row of 16-bit numbers begins a cache line
 
 
 @dataclass(frozen=True)
@@ -19,37 +20,58 @@ class FlatLayout:
     """Where the tensors of a group lie in one flat buffer, in elements: decayed tensors first, then the others.
 
     Every tensor starts at a multiple of 256 elements. The gaps belong to the buffer; they hold zeros and stay zero, so
-    an operation over the whole buffer needs no list of tensors.
+    an operation over the whole buffer needs no list of tensors. A matrix with a margin has that many spare rows below
+    it and spare columns beside it.
     """
 
     offsets: dict[str, int]
     shapes: dict[str, tuple[int, ...]]
     decayed: int  # elements before this one belong to tensors with weight decay
     size: int
+    margins: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, tensors: Iterable[tuple[str, tuple[int, ...], bool]]) -> FlatLayout:
-        """Layout of (name, shape, decay) records; decayed ones must come first.
+    def of(
+        cls, tensors: Iterable[tuple[str, tuple[int, ...], bool]], margins: Mapping[str, int] | None = None
+    ) -> FlatLayout:
+        """Layout of (name, shape, decay) records; decayed ones must come first. `margins`: of matrices, by name.
 
         Offsets are multiples of 256 elements, so that copies of the buffer in every dtype share the layout.
         """
-        step = ALIGNMENT
+        step, margins = ALIGNMENT, margins or {}
         offsets: dict[str, int] = {}
         shapes: dict[str, tuple[int, ...]] = {}
         position = decayed = 0
         for name, shape, decay in tensors:
             assert not decay or decayed == position, "decayed tensors come first"
             offsets[name], shapes[name] = position, shape
-            position += -(-math.prod(shape) // step) * step
+            position += -(-math.prod(_with_margin(shape, margins.get(name, 0))) // step) * step
             decayed = position if decay else decayed
-        return cls(offsets, shapes, decayed, position)
+        return cls(offsets, shapes, decayed, position, margins)
 
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """The named tensors inside `flat` [size]."""
-        return {
-            name: flat[start : start + math.prod(self.shapes[name])].view(self.shapes[name])
-            for name, start in self.offsets.items()
-        }
+        return {name: self._view(flat, name, 0) for name in self.offsets}
+
+    def extended_views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The matrices that have a margin, with it: [rows + margin, columns + margin]."""
+        return {name: self._view(flat, name, margin) for name, margin in self.margins.items()}
+
+    def _view(self, flat: torch.Tensor, name: str, margin: int) -> torch.Tensor:
+        start, shape = self.offsets[name], self.shapes[name]
+        held = _with_margin(shape, self.margins.get(name, 0))
+        whole = flat[start : start + math.prod(held)].view(held)
+        return whole[: shape[0] + margin, : shape[1] + margin] if name in self.margins else whole
+
+
+def spare_columns(width: int, spare: int) -> int:
+    """Elements from one row to the next of a matrix of `width` columns with `spare` more beside them."""
+    return -(-(width + spare) // ROW_STEP) * ROW_STEP if spare else width
+
+
+def _with_margin(shape: tuple[int, ...], margin: int) -> tuple[int, ...]:
+    """What a tensor of `shape` occupies with its margin."""
+    return (shape[0] + margin, spare_columns(shape[1], margin)) if margin else shape
 
 
 class Arena:
@@ -62,7 +84,8 @@ class Arena:
     def zeros(self, segment: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A zero-filled buffer, counted under `segment`.
 
-        Raises OutOfMemory with the segment and the missing bytes when the device cannot hold it.
+        Raises OutOfMemory with the segment and the missing bytes when the device cannot hold it. On torch's device
+        `meta`, which holds shapes and no bytes, everything fits and is counted all the same: a plan.
         """
         size = math.prod(shape) * dtype.itemsize
         try:
@@ -72,12 +95,7 @@ class Arena:
         except (RuntimeError, MemoryError) as error:  # a GPU's OutOfMemoryError is a RuntimeError; a CPU's is plain
             if self.device.type == "cuda" and not isinstance(error, torch.OutOfMemoryError):
                 raise
-            held = sum(self.segments.values())
-            raise OutOfMemory(
-                f"out of memory on {self.device}: segment {segment!r} asks for {size / 1e9:.2f} GB beside the "
-                f"{held / 1e9:.2f} GB held ({', '.join(f'{k} {v / 1e9:.2f}' for k, v in self.segments.items())}); "
-                "a smaller batch-size or seq-len, more recompute, or method lora needs less"
-            ) from error
+            raise OutOfMemory(shortage(self.device, segment, size, self.segments)) from error
         self.segments[segment] = self.segments.get(segment, 0) + size
         return buffer
 
@@ -90,6 +108,37 @@ class Arena:
         kind = "device" if self.device.type == "cuda" else "pageable"
         empty = {"device": 0, "managed": 0, "pinned": 0, "pageable": 0}
         return {name: empty | {kind: size} for name, size in self.segments.items()}
+
+
+def capacity(device: torch.device) -> int:
+    """Bytes that tensors on `device` may take in all, those that are there included.
+
+    On a GPU: what the driver has free and what torch has reserved, at most torch's limit for this process
+    (torch.cuda.set_per_process_memory_fraction). On a CPU: this machine's memory.
+    """
+    if device.type != "cuda":
+        return _physical_memory()
+    free, total = torch.cuda.mem_get_info(device)
+    limit = int(total * torch.cuda.get_per_process_memory_fraction(device))
+    return min(free + torch.cuda.memory_reserved(device), limit)
+
+
+def shortage(device: torch.device, segment: str, asked: int, segments: dict[str, int]) -> str:
+    """What an OutOfMemory says: `segment` asked for `asked` bytes beside what `segments` hold, and what was missing."""
+    held = sum(segments.values())
+    free = capacity(device) - (torch.cuda.memory_allocated(device) if device.type == "cuda" else held)
+    missing = f"{in_bytes(asked - free)} are missing" if asked > free else "but not in one piece"
+    by_segment = ", ".join(f"{name} {in_bytes(size)}" for name, size in segments.items()) or "nothing"
+    return (
+        f"out of memory on {device}: segment {segment!r} asks for {in_bytes(asked)}, {in_bytes(max(free, 0))} are "
+        f"free, {missing}; held are {in_bytes(held)} ({by_segment})"
+    )
+
+
+def in_bytes(size: float) -> str:
+    """`size` bytes as a person reads them: 1.23 GB (10^9 bytes), 45.60 MB, 7.89 kB."""
+    unit, name = next(((u, n) for u, n in ((1e9, "GB"), (1e6, "MB")) if size >= 0.1 * u), (1e3, "kB"))
+    return f"{size / unit:,.2f} {name}"
 
 
 def _physical_memory() -> int:
@@ -108,8 +157,15 @@ class Scratch:
         self._arena, self._grows = arena, grows
         self._buffers: dict[str, torch.Tensor] = {}
 
-    def __call__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """The buffer `name`, uninitialised, as a contiguous tensor of `shape`."""
+    def __call__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, spare: int = 0) -> torch.Tensor:
+        """The buffer `name`, uninitialised, as a contiguous tensor of `shape`.
+
+        With `spare`, of a matrix: as [rows, columns + spare], whose rows may lie further apart.
+        """
+        if spare:
+            rows, columns = shape
+            whole = self(name, (rows, spare_columns(columns, spare)), dtype)
+            return whole[:, : columns + spare]
         size = math.prod(shape)
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < size or buffer.dtype != dtype:

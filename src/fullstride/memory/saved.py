@@ -11,20 +11,22 @@ from typing import Any
 
 import torch
 
-from fullstride.memory.arena import Arena
+from fullstride.memory.arena import Arena, spare_columns
 
 
 @dataclass(frozen=True)
 class SavedTensor:
     """One row of the table: columns per token (0: one value a token), and the recompute flags that drop it.
 
-    `wide` tensors are float32 (float64 in a float64 model) whatever the model's dtype.
+    `wide` tensors are float32 (float64 in a float64 model) whatever the model's dtype. `spare` columns follow the
+    tensor's own.
     """
 
     name: str
     columns: int
     dropped_by: frozenset[str] = frozenset()
     wide: bool = False
+    spare: int = 0
 
 
 @dataclass
@@ -50,8 +52,10 @@ def allocate_saved(
     stats = torch.float64 if dtype == torch.float64 else torch.float32
 
     def buffer(row: SavedTensor, segment: str) -> torch.Tensor:
-        shape: Any = (num_tokens, row.columns) if row.columns else (num_tokens,)
-        return arena.zeros(segment, shape, stats if row.wide else dtype)
+        columns = spare_columns(row.columns, row.spare)
+        shape: Any = (num_tokens, columns) if columns else (num_tokens,)
+        whole = arena.zeros(segment, shape, stats if row.wide else dtype)
+        return whole[:, : row.columns + row.spare] if row.spare else whole
 
     shared = {row.name: buffer(row, "scratch") for row in table if row.dropped_by & recompute}
     kept = [row for row in table if row.name not in shared]

@@ -12,7 +12,7 @@ import torch
 
 from fullstride.model.linear import Scratch
 from fullstride.ops.cross_entropy import cross_entropy
-from fullstride.ops.matmul import matmul
+from fullstride.ops.matmul import Matmul
 from fullstride.ops.rms_norm import rms_norm_bwd, rms_norm_fwd
 from fullstride.ops.rows import gather_rows, scatter_rows
 
@@ -43,10 +43,11 @@ class HeadRows:
 
 @dataclass
 class HeadContext:
-    """eps of the final norm, the z-loss coefficient (one element on the device), and scratch."""
+    """eps of the final norm, the z-loss coefficient (one element on the device), products, and scratch."""
 
     eps: float
     z_loss: torch.Tensor
+    matmul: Matmul
     scratch: Scratch
 
 
@@ -90,14 +91,14 @@ def head_chunk(
     x = ctx.scratch("head_x", (rows.chunk, normed.shape[1]), dtype)
     gather_rows(normed, index, x)
     logits = ctx.scratch("logits", (rows.chunk, w.lm_head.shape[0]), dtype)
-    matmul(x, w.lm_head.t(), logits)
+    ctx.matmul(x, w.lm_head.t(), logits)
     cross_entropy(logits, targets, ctx.z_loss, rows.loss_M[part], rows.lse_M[part], backward=g is not None)
     if g is None:
         return
     if g.lm_head is not None:
-        matmul(logits.t(), x, g.lm_head, accumulate=accumulate)
+        ctx.matmul(logits.t(), x, g.lm_head, accumulate=accumulate)
     dx = ctx.scratch("head_dx", tuple(x.shape), dtype)
-    matmul(logits, w.lm_head, dx)
+    ctx.matmul(logits, w.lm_head, dx)
     scatter_rows(dx, index, ctx.scratch("dnormed", tuple(like_ND.shape), dtype))
 
 

@@ -53,6 +53,11 @@ class LoraSettings:
         return next(name for name in LINEARS if self.adapted(name))
 
 
+def adapter_columns(lora: LoraSettings) -> dict[str, int]:
+    """Columns of u = scale * dropout(x) A^T of each of our linears that has an adapter: a rank a projection."""
+    return {name: len(lora.adapted(name)) * lora.rank for name in LINEARS if lora.adapted(name)}
+
+
 def adapter_unit(c: ModelConfig, lora: LoraSettings, layer: int) -> Unit:
     """The adapter tensors of one block: `qkv.a` [n*R, D] of the n adapted projections, `qkv.b.q_proj` [rows, R] ..."""
     base = {tensor.name: tensor for tensor in block_unit(c, layer).tensors}

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,28 +20,58 @@ from fullstride.model.presets import PRESETS, preset
 from fullstride.model.spec import ModelConfig
 from fullstride.run.directory import check_writable
 from fullstride.run.flops import model_flops, peak_flops
+from fullstride.run.kinds import KINDS, TimeByKind, gpu_kernels, time_by_kind
 from fullstride.trainer.trainer import DTYPES, Trainer
 
 ROUNDS = 5  # medians that are reported
 WARM_UP = 2  # updates before: compiling, first allocations; in them every tensor's gradient is looked at
 FIRST_ZERO = "lora_A.weight"
 TOKENS_PER_UPDATE = 65536  # on a GPU, so that the update itself weighs as in practice
+HOST_STEPS = 20  # micro-steps whose issuing is timed
+
+# what the table shows, by section; the names are the JSON's
+SECTIONS = {
+    "what ran": (
+        "model",
+        "method",
+        "dtype",
+        "device",
+        "batch_size",
+        "seq_len",
+        "grad_accum",
+        "tokens_per_update",
+        "trainable_parameters",
+        "parameters",
+    ),
+    "speed": (
+        "seconds_per_update",
+        "tokens_per_sec",
+        "ceiling_tokens_per_sec",
+        "share_of_ceiling",
+        "model_tflops_per_sec",
+        "mfu",
+        "peak_memory_gb",
+        "host_ms_per_micro_step",
+    ),
+    "whether it trains": ("loss_first", "loss_last", "grad_norm_last", "dead_gradients"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """Seconds per update (all of them, in rounds), host seconds per micro-step, what update() returned, peak bytes,
-    and the tensors that got no gradient."""
+    """Seconds per update (all of them, in rounds), what update() returned, peak bytes, the tensors that got no
+    gradient; on a GPU also the host's seconds to issue a micro-step, and one more update's time by kind."""
 
     rounds: list[list[float]]
-    host: list[float]
     metrics: list[dict[str, float]]
-    peak_bytes: int | None
+    peak_bytes: int
     dead: list[str]
+    host: list[float] | None = None
+    kinds: TimeByKind | None = None
 
 
 def run_bench(config: BenchConfig) -> dict[str, Any]:
-    """Measure what `config` describes; prints a table, returns the result as plain data.
+    """Measure what `config` describes; prints a table, returns the result as plain data (README says what is what).
 
     Raises ConfigError when the training that was measured does not train, and before it for a `json` that cannot be
     written.
@@ -70,7 +101,7 @@ def run_bench(config: BenchConfig) -> dict[str, Any]:
         full = config.method == "full"
         ceiling = bare_ceiling(model, config.batch_size, config.seq_len, head_chunk, full, DTYPES[config.dtype])
     result = described(config, model, options, grad_accum, measured, parameters, ceiling)
-    print("\n".join(f"{name:<24} {shown(value)}" for name, value in result.items()))
+    print(table(result))
     if config.json:
         Path(config.json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     return result
@@ -108,13 +139,27 @@ def described(
         "share_of_ceiling": None if ceiling is None else tokens / seconds / ceiling,
         "model_tflops_per_sec": flops / seconds / 1e12,
         "mfu": None if peak is None else flops / seconds / peak,
-        "peak_memory_gb": None if measured.peak_bytes is None else measured.peak_bytes / 1e9,
-        "host_ms_per_micro_step": 1e3 * statistics.median(measured.host),
+        "peak_memory_gb": measured.peak_bytes / 1e9,
+        "host_ms_per_micro_step": None if measured.host is None else 1e3 * statistics.median(measured.host),
+        **described_kinds(measured.kinds),
         "loss_first": measured.metrics[0]["loss"],
         "loss_last": measured.metrics[-1]["loss"],
         "grad_norm_last": measured.metrics[-1]["grad_norm"],
         "dead_gradients": len(measured.dead),
     }
+
+
+def described_kinds(kinds: TimeByKind | None) -> dict[str, Any]:
+    """Time by kind as plain data; on a CPU, where no one clock tells the kinds apart, the same keys with None."""
+    if kinds is None:
+        none = dict.fromkeys(KINDS)
+        measured = none, none, None, None, None
+    else:
+        ms = {kind: 1e3 * kinds.seconds[kind] for kind in KINDS}
+        share = {kind: kinds.seconds[kind] / kinds.wall for kind in KINDS}
+        measured = ms, share, 1e3 * kinds.overlap, 1e3 * kinds.wall, list(kinds.unrecognised)
+    names = "time_by_kind_ms", "time_by_kind_share", "overlap_ms", "profiled_update_ms", "unrecognised_kernels"
+    return dict(zip(names, measured, strict=True))
 
 
 def check_file(file: Path) -> None:
@@ -132,21 +177,21 @@ def model_config(name: str) -> ModelConfig:
 
 
 def measure(trainer: Trainer, grad_accum: int, updates: int, lr: float) -> Measured:
-    """Train on one fixed window of random tokens, every position supervised; times exclude the warm-up."""
+    """Train on one fixed window of random tokens, every position supervised; times exclude the warm-up.
+
+    What looks closer and so disturbs (waiting before every micro-step, profiling) comes after the timed rounds.
+    """
     rng = np.random.default_rng(0)
     shape = (trainer.batch_size, trainer.seq_len + 1)
     window = [rng.integers(trainer.config.vocab_size, size=shape, dtype=np.int32) for _ in range(grad_accum)]
     pairs = [(np.ascontiguousarray(ids[:, :-1]), np.ascontiguousarray(ids[:, 1:])) for ids in window]
-    host: list[float] = []
     metrics: list[dict[str, float]] = []
     dead: set[str] = set()
 
     def one_update() -> float:
         started = time.perf_counter()
         for inputs, targets in pairs:
-            issued = time.perf_counter()
             trainer.step(inputs, targets)
-            host.append(time.perf_counter() - issued)
         if len(metrics) < WARM_UP:
             dead.update(dead_gradients(trainer, first=not metrics))
         metrics.append(
@@ -154,14 +199,45 @@ def measure(trainer: Trainer, grad_accum: int, updates: int, lr: float) -> Measu
                 lr=lr, beta1=0.9, beta2=0.95, eps=1e-8, step=len(metrics) + 1, weight_decay=0.0, grad_clip=1.0
             )
         )
-        return time.perf_counter() - started
+        return time.perf_counter() - started  # update() has waited for the device
 
     for _ in range(WARM_UP):
         one_update()
-    host.clear()
     trainer.peak_memory()
     rounds = [[one_update() for _ in range(updates)] for _ in range(ROUNDS)]
-    return Measured(rounds, host, metrics, trainer.peak_memory(), sorted(dead))
+    measured = Measured(rounds, metrics, trainer.peak_memory(), sorted(dead))
+    if trainer.device.type != "cuda":
+        return measured
+    host = issue_times(trainer, pairs)
+    return dataclasses.replace(measured, host=host, kinds=profile(one_update))
+
+
+def issue_times(trainer: Trainer, pairs: list[tuple[np.ndarray, np.ndarray]]) -> list[float]:
+    """The host's seconds for HOST_STEPS micro-steps: checking and staging a batch and launching its graphs.
+
+    The GPU is idle at the start of each. In training the host runs ahead of it, and the same call then also waits for a
+    place in the launch queue or for a staging buffer whose copy is still queued; that time costs nothing.
+    """
+    import torch
+
+    seconds = []
+    for turn in range(HOST_STEPS):
+        if turn % len(pairs) == 0:
+            trainer.discard()
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        trainer.step(*pairs[turn % len(pairs)])
+        seconds.append(time.perf_counter() - started)
+    torch.cuda.synchronize()
+    trainer.discard()
+    return seconds
+
+
+def profile(one_update: Callable[[], float]) -> TimeByKind | None:
+    """Time by kind of one more update; None where the driver shows no kernels."""
+    wall: list[float] = []
+    kernels = gpu_kernels(lambda: wall.append(one_update()))
+    return time_by_kind(kernels, wall[0]) if kernels else None
 
 
 def dead_gradients(trainer: Trainer, first: bool) -> list[str]:
@@ -199,6 +275,23 @@ def device_name(device: str) -> str:
     import torch
 
     return torch.cuda.get_device_name()
+
+
+def table(result: dict[str, Any]) -> str:
+    """What a person reads: SECTIONS, and time by kind before the last."""
+    sections = {title: [(name, shown(result[name])) for name in names] for title, names in SECTIONS.items()}
+    kinds = []
+    for kind, ms in result["time_by_kind_ms"].items():
+        share = result["time_by_kind_share"][kind]
+        kinds.append((kind, "-" if ms is None else f"{ms:9.2f} ms {100 * share:6.1f} %"))
+    kinds += [(name, shown(result[name])) for name in ("overlap_ms", "profiled_update_ms")]
+    if result["unrecognised_kernels"]:
+        kinds.append(("unrecognised_kernels", ", ".join(name[:80] for name in result["unrecognised_kernels"])))
+    last = sections.popitem()
+    sections |= {"time by kind, of one update": kinds, last[0]: last[1]}
+    return "\n\n".join(
+        "\n".join([title, *(f"  {name:<24} {value}" for name, value in rows)]) for title, rows in sections.items()
+    )
 
 
 def shown(value: Any) -> str:

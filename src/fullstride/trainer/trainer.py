@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +15,18 @@ import torch
 from fullstride.config import LEAST_EPS, Options
 from fullstride.engine import checkpoint, weights_io
 from fullstride.engine.batch import HostBatch
-from fullstride.engine.state import Precision
-from fullstride.engine.step import Engine, EngineSettings
-from fullstride.errors import ConfigError
-from fullstride.model.lora import LoraSettings
+from fullstride.engine.limits import check_documents, check_sizes
+from fullstride.engine.plan import LIBRARIES
+from fullstride.engine.step import Engine
+from fullstride.errors import ConfigError, OutOfMemory
+from fullstride.memory.arena import capacity, shortage
 from fullstride.model.spec import ModelConfig, num_parameters
-from fullstride.ops.attention import check_head_dim
 from fullstride.ops.cross_entropy import IGNORED
+from fullstride.trainer.remedy import remedy
+from fullstride.trainer.setting import DTYPES, Setting
 from fullstride.trainer.telemetry import PeakMemory, device_info
 
 Array = np.ndarray | torch.Tensor
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-# automatic head_chunks: logits never exist for all rows, and one chunk's stay under this many bytes
-LEAST_CHUNKS, LOGITS_BYTES = 4, 1.25e9
 
 
 class Trainer:
@@ -34,7 +35,9 @@ class Trainer:
     config: the model's sizes. options: method, LoRA, precision, memory, device, seed. A micro-step has `batch_size`
     rows of `seq_len` tokens, an update at most `grad_accum` micro-steps.
 
-    Raises ConfigError for options that do not work here, and OutOfMemory, naming the segment, when memory is short.
+    Raises ConfigError for options and sizes that do not work here. Where memory is short, here or in a later call, it
+    raises OutOfMemory, which names the segment, the missing bytes, and settings that would fit. One from `step` or
+    `update`, which may have written half of their work, stops the trainer.
     """
 
     def __init__(
@@ -65,25 +68,17 @@ class Trainer:
         self._has_weights = False
         device = torch.device(self.options.device)
         self.device = torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
-        if self.device.type == "cuda":
-            check_head_dim(config.head_dim)
-        with torch.no_grad():
-            self._engine: Engine | None = Engine(config, _lora(self.options), self._settings(), self.device)
+        check_sizes(config, batch_size, seq_len, self.device.type)
+        self._setting = Setting(self.options, batch_size, seq_len, grad_accum)
+        self._engine: Engine | None = None
+        self._others = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0  # bytes, not ours
+        self._places: set[int] = set()  # for documents, in the micro-steps so far: each number has graphs of its own
+        engine = self._setting.engine(config)
+        with torch.no_grad(), self._memory():
+            self._engine = Engine(config, *engine, self.device)
             if self.options.method == "lora":
                 weights_io.init_adapters(self._engine, self.options.seed)
         self.peak_memory = PeakMemory(self.device)
-
-    def _settings(self) -> EngineSettings:
-        o = self.options
-        param, master = DTYPES[o.dtype], DTYPES[o.master_dtype]
-        precision = Precision(param, None if master == param else master, DTYPES[o.m_dtype], DTYPES[o.v_dtype])
-        tokens = self.batch_size * self.seq_len
-        chunks = o.head_chunks or _head_chunks(tokens, self.config.vocab_size * param.itemsize)
-        if chunks > tokens:
-            raise ConfigError(f"head-chunks {chunks} exceeds the {tokens} tokens of a micro-step; set at most {tokens}")
-        return EngineSettings(
-            self.batch_size, self.seq_len, precision, chunks, frozenset(o.recompute), o.deterministic, o.seed, o.graphs
-        )
 
     @classmethod
     def from_pretrained(cls, path: str | Path, options: Options | None = None, **sizes: Any) -> Trainer:
@@ -183,12 +178,17 @@ class Trainer:
         _check_values(z_loss=z_loss)
         if self.engine.micro_steps >= self.grad_accum:
             raise ConfigError(f"{self.grad_accum} micro-steps (grad_accum) are done; call update before the next step")
-        self.engine.micro_step(self._batch(inputs, targets, documents), z_loss)
+        batch = self._batch(inputs, targets, documents)
+        with self._memory(stops=True):
+            self.engine.micro_step(batch, z_loss)
+        self._places.add(self._documents())
 
     @torch.no_grad()
     def validate(self, inputs: Array, targets: Array, documents: Array | None = None) -> dict[str, float]:
         """{"loss", "loss_1k", "tokens"} of a forward without dropout; legal at any time, changes nothing."""
-        return self.engine.validate(self._batch(inputs, targets, documents))
+        batch = self._batch(inputs, targets, documents)
+        with self._memory():
+            return self.engine.validate(batch)
 
     @torch.no_grad()
     def update(
@@ -219,9 +219,10 @@ class Trainer:
         _check_values(lr=lr, eps=eps, weight_decay=weight_decay, grad_clip=grad_clip, beta1=beta1, beta2=beta2)
         step = engine.updates + 1 if step is None else step
         step = _positive("step", step)
-        return engine.update(
-            step=step, grad_clip=grad_clip, lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay
-        )
+        with self._memory(stops=True):
+            return engine.update(
+                step=step, grad_clip=grad_clip, lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay
+            )
 
     def discard(self) -> None:
         """Forget the micro-steps since the last update, as if they had not been made."""
@@ -242,7 +243,9 @@ class Trainer:
                     f"{name}[{row}, {column}] is {values[row, column]}: token ids must be below the embedding's "
                     f"{vocabulary} rows; is this the model's tokenizer?"
                 )
-        return HostBatch.of(ids, labels, None if documents is None else self._checked("documents", documents))
+        batch = HostBatch.of(ids, labels, None if documents is None else self._checked("documents", documents))
+        check_documents(len(batch.boundaries) - 1, ids.size, self.device.type)
+        return batch
 
     def _check_weights(self) -> None:
         if not self._has_weights:
@@ -259,6 +262,38 @@ class Trainer:
             got = f"{str(dtype).removeprefix('torch.')} {shape}" if shape else type(array).__name__
             raise ConfigError(f"{name} must be int32 {list(expected)} (batch_size, seq_len), got {got}")
         return array
+
+    # ---- memory
+
+    @contextmanager
+    def _memory(self, stops: bool = False) -> Iterator[None]:
+        """Tells what would fit when the work inside runs out of memory; with `stops` that is the trainer's end."""
+        try:
+            yield
+        except (OutOfMemory, torch.OutOfMemoryError) as error:
+            told = f"{self._shortage(error)}; {self._remedy()}"
+            if stops:
+                self.stop()
+            raise OutOfMemory(told) from error
+
+    def _shortage(self, error: Exception) -> str:
+        """What was missing. The arena says it itself; torch's allocator, for everything else, in words of its own."""
+        asked = re.search(r"(?:Tried to allocate|Requested\s*:) ([\d.]+) (bytes|[KMGT]iB)", str(error))
+        if isinstance(error, OutOfMemory) or asked is None:
+            return str(error)
+        unit = 1024 ** ("bytes", "KiB", "MiB", "GiB", "TiB").index(asked[2])
+        held = {} if self._engine is None else self._engine.arena.segments
+        return shortage(self.device, LIBRARIES, int(float(asked[1]) * unit), held)
+
+    def _remedy(self) -> str:
+        places = self._places | (set() if self._engine is None else {self._documents()})
+        room = capacity(self.device) - self._others
+        return remedy(self.config, self._setting, self.device.type, room, max(places, default=0), max(1, len(places)))
+
+    def _documents(self) -> int:
+        """Places for documents in the micro-step that was loaded last; 0: a row is one."""
+        documents = self.engine.batch.documents
+        return len(documents.boundaries) - 1 if documents.packed else 0
 
     # ---- queries
 
@@ -327,18 +362,3 @@ def _check_values(**values: float) -> None:
         if not (0 <= value < below) or (name == "eps" and value < LEAST_EPS):
             rule = f"be at least {LEAST_EPS} and finite" if name == "eps" else f"lie in [0, {below})"
             raise ConfigError(f"{name} must {rule}, got {value}")
-
-
-def _lora(options: Options) -> LoraSettings | None:
-    if options.method == "full":
-        return None
-    o = options
-    return LoraSettings(o.lora_rank, o.lora_alpha, o.lora_dropout, o.lora_targets, o.rslora)
-
-
-def _head_chunks(tokens: int, row_bytes: int) -> int:
-    """The smallest power of two of chunks, four at least, whose logits fit LOGITS_BYTES (at most one chunk a token)."""
-    chunks = LEAST_CHUNKS
-    while -(-tokens // chunks) * row_bytes > LOGITS_BYTES:
-        chunks *= 2
-    return min(chunks, tokens)

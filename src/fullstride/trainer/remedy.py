@@ -1,0 +1,99 @@
+"""After a failed allocation: settings that would fit, found by predicting the memory of one after another.
+
+In the order of what they cost the training. A smaller batch-size with as many more micro-steps keeps every update as it
+was; more pieces of the head and recompute cost time; a shorter seq-len cuts rows; LoRA is another training, and only
+named when nothing else fits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+
+from fullstride.engine.plan import predict
+from fullstride.memory.arena import in_bytes
+from fullstride.model.spec import ModelConfig
+from fullstride.trainer.setting import Setting
+
+MORE_CHUNKS = 4  # times as many pieces of the head, where memory is short
+LEAST_SEQ_LEN = 128  # shorter rows are not proposed
+MARGIN = 0.05  # of the device that stays free: allocators round up and leave gaps
+
+
+def remedy(config: ModelConfig, setting: Setting, device: str, capacity: int, documents: int, shapes: int) -> str:
+    """What the user of `setting`, which did not fit into `capacity` bytes of `device` (cuda, cpu), should set instead.
+
+    documents, shapes: as in engine/plan.predict, of what the run has met so far.
+    """
+
+    def need(s: Setting) -> float:
+        """Predicted bytes; infinite where even the host cannot stage a micro-batch."""
+        places = -(-documents * s.batch_size // setting.batch_size)
+        try:
+            return sum(predict(config, *s.engine(config), device, places, shapes).values())
+        except MemoryError:
+            return float("inf")
+
+    failed = need(setting)
+    # what did not fit shows how much is too much, also where the prediction is too low
+    limit = (1 - MARGIN) * min(capacity, failed)
+    found, least = search(config, setting, need, limit)
+    told = [f"the run needs {f'about {in_bytes(failed)}' if failed < float('inf') else 'more than this machine has'}"]
+    if found is None or found.options.method != setting.options.method:
+        nothing = f"nothing that trains the same fits {in_bytes(capacity)}"
+        told.append(f"{nothing}: {least.flags(setting)} needs about {in_bytes(need(least))}" if least else nothing)
+    if found is None:
+        told.append("take a smaller model or a larger device")
+    else:
+        told.append(f"{found.flags(setting)} would fit: about {in_bytes(need(found))} of {in_bytes(capacity)}")
+    return "; ".join(told)
+
+
+def search(
+    config: ModelConfig, setting: Setting, need: Callable[[Setting], float], limit: float
+) -> tuple[Setting | None, Setting | None]:
+    """(the first candidate that needs at most `limit`, the one of the same method that needs least)."""
+    least: Setting | None = None
+    for group in candidates(config, setting):
+        smallest = group[-1]  # whether this one fits says whether any does
+        if smallest.options.method == setting.options.method and (least is None or need(smallest) < need(least)):
+            least = smallest
+        if need(smallest) <= limit:
+            return next(s for s in group if need(s) <= limit), least
+    return None, least
+
+
+def candidates(config: ModelConfig, s: Setting) -> Iterator[list[Setting]]:
+    """Groups of settings to try in turn; in a group, batch sizes from the largest. Never `s` itself."""
+    small = [b for b in range(1, math.isqrt(s.batch_size) + 1) if s.batch_size % b == 0]
+    sizes = sorted({*small, *(s.batch_size // b for b in small)}, reverse=True)
+    lengths = [s.seq_len]
+    while lengths[-1] // 2 >= LEAST_SEQ_LEN:
+        lengths.append(lengths[-1] // 2)
+    methods = [s.options]
+    if s.options.method == "full":  # the adapters' masters have a default of their own
+        methods.append(dataclasses.replace(s.options, method="lora", master_dtype="").resolved())
+    for options in methods:
+        for seq_len in lengths:
+            for flags in recompute_levels(options.recompute):
+                now = dataclasses.replace(options, recompute=flags)
+                plain = [Setting(now, b, seq_len, s.grad_accum * (s.batch_size // b)) for b in sizes]
+                plain = [x for x in plain if x.head_chunks(config) <= x.tokens]
+                for group in plain, [more_chunks(x, config) for x in plain]:
+                    if others := [x for x in group if x != s]:
+                        yield others
+
+
+def more_chunks(s: Setting, config: ModelConfig) -> Setting:
+    """`s` with more pieces of the head, at most one a token."""
+    chunks = min(MORE_CHUNKS * s.head_chunks(config), s.tokens)
+    return dataclasses.replace(s, options=dataclasses.replace(s.options, head_chunks=chunks))
+
+
+def recompute_levels(flags: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """`flags` as they are, with SwiGLU and norms, and with the whole block, which contains all others."""
+    if "block" in flags:
+        return [flags]
+    cheap = {*flags, "swiglu", "norm"}
+    return [flags, *([tuple(cheap)] if cheap != set(flags) else []), ("block",)]

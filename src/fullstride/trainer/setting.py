@@ -1,0 +1,74 @@
+"""What the Trainer's arguments mean for the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fullstride.config import Options
+from fullstride.engine.state import Precision
+from fullstride.engine.step import EngineSettings
+from fullstride.errors import ConfigError
+from fullstride.model.lora import LoraSettings
+from fullstride.model.spec import ModelConfig
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# automatic head_chunks: logits never exist for all rows, and one chunk's stay under this many bytes
+LEAST_CHUNKS, LOGITS_BYTES = 4, 1.25e9
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What decides over a run's memory: resolved options, and the sizes of micro-step and update."""
+
+    options: Options
+    batch_size: int
+    seq_len: int
+    grad_accum: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-step."""
+        return self.batch_size * self.seq_len
+
+    def engine(self, config: ModelConfig) -> tuple[LoraSettings | None, EngineSettings]:
+        """The engine's arguments. Raises ConfigError for more head_chunks than tokens."""
+        o = self.options
+        param, master = DTYPES[o.dtype], DTYPES[o.master_dtype]
+        precision = Precision(param, None if master == param else master, DTYPES[o.m_dtype], DTYPES[o.v_dtype])
+        chunks = self.head_chunks(config)
+        if chunks > self.tokens:
+            raise ConfigError(
+                f"head-chunks {chunks} exceeds the {self.tokens} tokens of a micro-step; set at most {self.tokens}"
+            )
+        lora = None
+        if o.method == "lora":
+            lora = LoraSettings(o.lora_rank, o.lora_alpha, o.lora_dropout, o.lora_targets, o.rslora)
+        return lora, EngineSettings(
+            self.batch_size, self.seq_len, precision, chunks, frozenset(o.recompute), o.deterministic, o.seed, o.graphs
+        )
+
+    def head_chunks(self, config: ModelConfig) -> int:
+        """What the options say, or automatic: the smallest power of two of chunks, four at least, whose logits fit
+        LOGITS_BYTES (at most one chunk a token)."""
+        if self.options.head_chunks:
+            return self.options.head_chunks
+        row_bytes = config.vocab_size * DTYPES[self.options.dtype].itemsize
+        chunks = LEAST_CHUNKS
+        while chunks < self.tokens and -(-self.tokens // chunks) * row_bytes > LOGITS_BYTES:
+            chunks *= 2
+        return min(chunks, self.tokens)
+
+    def flags(self, before: Setting) -> str:
+        """The keys in which this differs from `before`, as the command line takes them."""
+        o, old = self.options, before.options
+        pairs = (
+            ("method", o.method, old.method),
+            ("batch-size", self.batch_size, before.batch_size),
+            ("grad-accum", self.grad_accum, before.grad_accum),
+            ("head-chunks", o.head_chunks, old.head_chunks),
+            ("recompute", ",".join(o.recompute), ",".join(old.recompute)),
+            ("seq-len", self.seq_len, before.seq_len),
+        )
+        return " ".join(f"--{name} {value}" for name, value, was in pairs if value != was)
