@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import re
 import typing
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from fullstride.config import DTYPES, LORA_TARGETS, FinetuneConfig, Options
+from fullstride.config import DTYPES, LORA_TARGETS, FinetuneConfig, Options, resolve_attention
 from fullstride.config.commands import BenchConfig, GenerateConfig
 from fullstride.config.keys import BOUNDS, build, dump_toml, help_text, parse
 from fullstride.data.chat import Supervise, Truncate
@@ -340,3 +341,52 @@ def test_positional_keys() -> None:
     # a word after a switch may be such a key
     config = parse(BenchConfig, ["--deterministic", "m"], ("model",))
     assert (config.deterministic, config.model) == (True, "m")
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_attention_without_the_package(dtype: str) -> None:
+    """Automatic is torch's own where FlashAttention-4 cannot be; asking for it is an error that says why."""
+    assert Options(device="cpu", dtype=dtype).resolved().attention == "torch"
+    with pytest.raises(
+        ConfigError, match=r"attention = flash4 needs a GPU of .*; set attention = torch or leave it out"
+    ):
+        Options(device="cpu", dtype=dtype, attention="flash4").resolved()
+
+
+@pytest.mark.parametrize(
+    ("attention", "dtype", "capability", "installed", "outcome"),
+    [
+        ("", "bf16", (9, 0), True, "flash4"),
+        ("", "bf16", (9, 0), False, "torch"),
+        ("", "bf16", (8, 9), True, "torch"),
+        ("", "fp32", (9, 0), True, "torch"),
+        ("torch", "bf16", (9, 0), True, "torch"),
+        ("flash4", "bf16", (9, 0), True, "flash4"),
+        ("flash4", "bf16", (9, 0), False, r"needs the package flash-attn-4 \(pip install 'fullstride\[flash4\]'\)"),
+        ("flash4", "bf16", (8, 9), True, "needs a GPU of compute capability 9.0"),
+        ("flash4", "fp32", (9, 0), True, "has no fp32"),
+    ],
+)
+def test_attention_on_a_gpu(
+    attention: str,
+    dtype: str,
+    capability: tuple[int, int],
+    installed: bool,
+    outcome: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import torch
+
+    def version(package: str) -> str:
+        assert package == "flash-attn-4"
+        if not installed:
+            raise PackageNotFoundError(package)
+        return "4"
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr("fullstride.config.version", version)
+    if outcome in ("torch", "flash4"):
+        assert resolve_attention(attention, "cuda", dtype) == outcome
+    else:
+        with pytest.raises(ConfigError, match=f"attention = flash4 {outcome}"):
+            resolve_attention(attention, "cuda", dtype)

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from fullstride import ConfigError, ModelConfig, Options, Trainer
-from fullstride.engine.limits import MOST_DOCUMENTS, MOST_TOKENS, MOST_WIDTH, check_documents, check_sizes
+from fullstride.engine.batch import MOST_PLACES, document_places
+from fullstride.engine.limits import MOST_TOKENS, MOST_WIDTH, check_documents, check_sizes
 from tests.parity.harness import CONFIG
 
 # nothing but the head size is a multiple of anything
@@ -22,7 +23,7 @@ def test_odd_sizes_are_taken() -> None:
     for device in ("cuda", "cpu"):
         check_sizes(ODD, 3, 13, device)
         check_sizes(ODD, 1, 1, device)
-    check_sizes(CONFIG, MOST_DOCUMENTS, 2, "cuda")
+    check_sizes(CONFIG, MOST_PLACES, 2, "cuda")
     check_sizes(CONFIG, 1, MOST_TOKENS, "cuda")
 
 
@@ -50,13 +51,18 @@ def test_sizes_that_kernels_lack_are_refused() -> None:
 
 
 def test_documents_that_attention_lacks_are_refused() -> None:
-    """Their number goes up to the next power of two, or to the tokens: 32,769 of 65,536 tokens would be 65,536."""
-    check_documents(32_768, 10**6, "cuda")
-    check_documents(65_535, 65_535, "cuda")
-    check_documents(10**6, 10**6, "cpu")
-    for documents in (32_769, 65_536):
-        with pytest.raises(ConfigError, match=rf"at most 32,768 documents .*got {documents:,}; lower batch-size"):
-            check_documents(documents, 10**6, "cuda")
+    check_documents(65_535, "cuda")
+    check_documents(10**6, "cpu")
+    with pytest.raises(ConfigError, match=r"at most 65,535 documents .*got 65,536; lower batch-size"):
+        check_documents(65_536, "cuda")
+
+
+def test_places_for_documents() -> None:
+    """Steps of four from four a row; never more than tokens, nor than a launch takes, unless there are."""
+    assert [document_places(n, 2, 1000) for n in (3, 8, 9, 32, 33, 129, 1000)] == [8, 8, 32, 32, 128, 512, 1000]
+    assert document_places(5, 1, 6) == 6
+    assert document_places(40_000, 64, 10**6) == MOST_PLACES
+    assert document_places(70_000, 64, 10**6) == 70_000  # on a CPU
 
 
 def test_the_trainer_refuses_such_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +71,7 @@ def test_the_trainer_refuses_such_sizes(monkeypatch: pytest.MonkeyPatch) -> None
     trainer = Trainer(CONFIG, Options(device="cpu"), batch_size=1, seq_len=4)
     trainer.init_weights()
     ids = np.zeros((1, 4), dtype=np.int32)
-    monkeypatch.setattr("fullstride.engine.limits.MOST_DOCUMENTS", 1)
+    monkeypatch.setattr("fullstride.engine.limits.MOST_PLACES", 1)
     trainer.device = torch.device("cuda")  # what the rule is for; the engine stays where it is
     with pytest.raises(ConfigError, match="documents a packed micro-step, got 2"):
         trainer.step(ids, ids, np.array([[0, 0, 1, 1]], dtype=np.int32))
@@ -110,9 +116,9 @@ def test_odd_sizes_train_as_on_a_cpu(seq_len: int, method: str, tmp_path: Path) 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
 def test_the_most_documents_train(packed: bool, dtype: str) -> None:
-    """65,535 rows of two tokens; 32,768 documents of two tokens, the most that do not become 65,536."""
+    """65,535 rows of two tokens; 32,768 documents of two tokens, which get 65,535 places."""
     config = dataclasses.replace(CONFIG, num_hidden_layers=1)
-    rows, seq_len = (64, 1024) if packed else (MOST_DOCUMENTS, 2)
+    rows, seq_len = (64, 1024) if packed else (MOST_PLACES, 2)
     documents = np.broadcast_to(np.arange(seq_len, dtype=np.int32) // 2, (rows, seq_len)).copy() if packed else None
     with Trainer(config, Options(device="cuda", dtype=dtype), batch_size=rows, seq_len=seq_len) as trainer:
         trainer.init_weights()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib.util
 import itertools
 
 import pytest
@@ -16,9 +17,22 @@ ONE_A_ROW = (0, 160, 320, 480)
 PACKED = (0, 1, 60, 160, 320, 457, 480, 480, 480)
 
 
-def make_documents(packed: bool, deterministic: bool, device: torch.device | str) -> Documents:
+def flash4_installed() -> bool:
+    return importlib.util.find_spec("flash_attn") is not None
+
+
+LIBRARIES = pytest.mark.parametrize(
+    "flash4",
+    [
+        pytest.param(False, id="torch"),
+        pytest.param(True, id="flash4", marks=pytest.mark.skipif(not flash4_installed(), reason="no flash-attn-4")),
+    ],
+)
+
+
+def make_documents(packed: bool, deterministic: bool, device: torch.device | str, flash4: bool = False) -> Documents:
     bounds = torch.tensor(PACKED if packed else ONE_A_ROW, dtype=torch.int32, device=device)
-    return Documents(bounds, ROWS, SEQ_LEN, packed, deterministic)
+    return Documents(bounds, ROWS, SEQ_LEN, packed, deterministic, flash4)
 
 
 def make_qkv(
@@ -65,6 +79,7 @@ def same_dtype_reference(
 
 
 @pytest.mark.gpu
+@LIBRARIES
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
@@ -79,12 +94,13 @@ def test_against_references(
     packed: bool,
     deterministic: bool,
     dtype: torch.dtype,
+    flash4: bool,
 ) -> None:
     """At most twice as far from float64 as plain products in the same dtype; in float32 also some roundings more."""
     place = Place(gpu, dtype)
     q, k, v = make_qkv(place, num_heads, num_kv_heads, head_dim)
     dout = place.randn(ROWS * SEQ_LEN, num_heads, head_dim)
-    documents, bounds = make_documents(packed, deterministic, gpu), PACKED if packed else ONE_A_ROW
+    documents, bounds = make_documents(packed, deterministic, gpu, flash4), PACKED if packed else ONE_A_ROW
     out, saved = attention_fwd(q, k, v, documents)
     results = [out, *attention_bwd(dout, q, k, v, out, saved, documents)]
     expected = reference(dout, q, k, v, bounds)
@@ -98,16 +114,17 @@ def test_against_references(
 
 
 @pytest.mark.gpu
+@LIBRARIES
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("packed", [False, True])
-def test_deterministic_repeats_bitwise(gpu: torch.device, packed: bool, dtype: torch.dtype) -> None:
+def test_deterministic_repeats_bitwise(gpu: torch.device, packed: bool, dtype: torch.dtype, flash4: bool) -> None:
     """16 x 1024, twenty times: small sizes look deterministic and are no evidence."""
     place, rows, length = Place(gpu, dtype), 16, 1024
     q, k, v = (place.randn(rows * length, heads, 64) for heads in (8, 2, 2))
     dout = place.randn(rows * length, 8, 64)
     step = 256 if packed else length
     bounds = torch.arange(0, rows * length + 1, step, dtype=torch.int32, device=gpu)
-    documents = Documents(bounds, rows, length, packed, deterministic=True)
+    documents = Documents(bounds, rows, length, packed, deterministic=True, flash4=flash4)
     results = []
     for _ in range(20):
         out, saved = attention_fwd(q, k, v, documents)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from typing import Self
 
 from fullstride.config.keys import check_fields, dashed, key
@@ -42,6 +43,31 @@ def resolve_device(device: str) -> str:
             "8.0 (Ampere) is the least that is supported; set device = cpu"
         )
     return "cuda"
+
+
+def resolve_attention(attention: str, device: str, dtype: str) -> str:
+    """`torch` or `flash4` for "" (automatic), `torch` or `flash4`. Raises ConfigError for a flash4 that cannot be."""
+    if attention == "torch" or (not attention and (device != "cuda" or dtype == "fp32")):
+        return "torch"
+    obstacle = _flash4_obstacle(device, dtype)
+    if attention and obstacle:
+        raise ConfigError(f"attention = flash4 {obstacle}; set attention = torch or leave it out")
+    return "torch" if obstacle else "flash4"
+
+
+def _flash4_obstacle(device: str, dtype: str) -> str:
+    """What stands against FlashAttention-4 here; "" for nothing."""
+    import torch
+
+    if device != "cuda" or torch.cuda.get_device_capability() < (9, 0):
+        return "needs a GPU of compute capability 9.0 (Hopper) or later"
+    if dtype == "fp32":
+        return "has no fp32"
+    try:
+        version("flash-attn-4")
+    except PackageNotFoundError:
+        return "needs the package flash-attn-4 (pip install 'fullstride[flash4]')"
+    return ""
 
 
 @dataclass(frozen=True)
@@ -87,6 +113,12 @@ class Options:
     gather_by: str = key("nccl", "what gathers weights", choices=("nccl", "copy"), now=("nccl",))
     send_by: str = key("nccl", "what sends between pipeline stages", choices=("nccl", "copy"), now=("nccl",))
     deterministic: bool = key(False, "the same run gives the same bits on a GPU too (on a CPU always)")
+    attention: str = key(
+        "",
+        "attention on a GPU: torch's alone, or FlashAttention-4 where faster; automatic: flash4 if installed",
+        choices=("torch", "flash4"),
+        may_change=True,
+    )
     graphs: bool = key(True, "on a GPU, micro-steps and updates run as CUDA graphs")
     head_chunks: int = key(0, "pieces of the LM head; 0: automatic", at_least=0)
     device: str = key("auto", "where it runs", choices=("auto", "cuda", "cpu"), may_change=True)
@@ -136,6 +168,7 @@ class Options:
             master_dtype=self.master_dtype or ("fp32" if self.method == "lora" else dtype),
             m_dtype=self.m_dtype or "fp32",
             v_dtype=self.v_dtype or "fp32",
+            attention=resolve_attention(self.attention, device, dtype),
         )
 
 

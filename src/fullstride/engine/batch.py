@@ -16,6 +16,9 @@ from fullstride.model.head import HeadRows
 from fullstride.ops.attention import Documents
 from fullstride.ops.cross_entropy import IGNORED
 
+GROWTH = 4  # of the places for documents
+# attention's operations launch a document per place of a grid's second or third dimension; CUDA has so many of those
+MOST_PLACES = 2**16 - 1
 FIRST_POSITIONS = 1024  # `loss_1k` is over these positions of each row
 
 
@@ -58,6 +61,17 @@ class HostBatch:
         )
 
 
+def document_places(documents: int, rows: int, tokens: int) -> int:
+    """Places for the documents of a packed micro-batch: steps of four, so that a run meets few numbers of them.
+
+    Each number has CUDA graphs of its own, which keep what attention returned.
+    """
+    places = GROWTH * rows
+    while places < documents:
+        places *= GROWTH
+    return min(places, tokens, max(documents, MOST_PLACES))
+
+
 def to_device(values: np.ndarray, out: torch.Tensor) -> None:
     """Copy without making the host wait for work that is under way (from pinned memory, which torch recycles)."""
     source = torch.from_numpy(np.ascontiguousarray(values))
@@ -71,10 +85,11 @@ class DeviceBatch:
     """
 
     def __init__(
-        self, arena: Arena, rows: int, seq_len: int, head_chunks: int, stats: torch.dtype, deterministic: bool
+        self, arena: Arena, rows: int, seq_len: int, head_chunks: int, stats: torch.dtype, **attention: bool
     ) -> None:
+        """attention: `deterministic` and `flash4` of ops/attention.Documents."""
         n = rows * seq_len
-        self.rows, self.seq_len, self.deterministic = rows, seq_len, deterministic
+        self.rows, self.seq_len, self._attention = rows, seq_len, attention
         self.chunk = -(-n // head_chunks)
         m = self.chunk * head_chunks
         # int32 words, rng first: int64 must be aligned; every part starts at 256 bytes, as attention's kernels want
@@ -101,8 +116,7 @@ class DeviceBatch:
             target[: len(values)] = values
             target[len(values) :] = fill
         to_device(self._host, self._device)
-        # one document a row needs no more; packed, the number of documents grows in powers of two
-        num = 1 << (max(len(host.boundaries) - 1, self.rows) - 1).bit_length() if host.packed else self.rows
-        boundaries = self._boundaries[: min(num, n) + 1]
-        self.documents = Documents(boundaries, self.rows, self.seq_len, host.packed, self.deterministic)
+        places = document_places(len(host.boundaries) - 1, self.rows, n) if host.packed else self.rows
+        boundaries = self._boundaries[: places + 1]
+        self.documents = Documents(boundaries, self.rows, self.seq_len, host.packed, **self._attention)
         self.head.num_chunks = -(-host.tokens // self.chunk)

@@ -49,12 +49,14 @@ def bare_ceiling(
     head_chunk: int,
     trains_weights: bool,
     dtype: torch.dtype,
+    flash4: bool,
     seconds: float = 3.0,
 ) -> float:
     """Tokens per second of the products and attention of micro-steps of rows x seq_len tokens, on the current GPU.
 
     trains_weights: with weight gradients (full training) or without (LoRA). head_chunk: rows of the head's products.
-    The work is replayed as a CUDA graph for about `seconds`; the median of single replays after a warm-up counts.
+    flash4: attention as in ops/attention.Documents. The work is replayed as a CUDA graph for about `seconds`; the median
+    of single replays after a warm-up counts.
     """
     n, device = rows * seq_len, torch.device("cuda")
     like = torch.empty(0, dtype=dtype, device=device)
@@ -67,7 +69,7 @@ def bare_ceiling(
     num_q, num_kv, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     q, k, v = (heads(qkv, a, m, size) for a, m in ((0, num_q), (num_q, num_kv), (num_q + num_kv, num_kv)))
     boundaries = torch.arange(0, n + 1, seq_len, dtype=torch.int32, device=device)
-    documents = Documents(boundaries, rows, seq_len, packed=False)
+    documents = Documents(boundaries, rows, seq_len, packed=False, flash4=flash4)
 
     def micro_step() -> None:
         for layer in range(config.num_hidden_layers):

@@ -6,14 +6,12 @@ any size (multiples of 8 are faster in bf16); attention's head size is checked b
 
 from __future__ import annotations
 
+from fullstride.engine.batch import MOST_PLACES
 from fullstride.errors import ConfigError
 from fullstride.model.spec import ModelConfig
 from fullstride.ops.attention import check_head_dim
 
 MOST_TOKENS = 2**31 - 1  # token numbers are int32, on every device
-# cuDNN, FlashAttention and the memory-efficient operation launch a document (a row, where each is one) per place of a
-# grid's second or third dimension, and CUDA has 65,535 of those
-MOST_DOCUMENTS = 2**16 - 1
 MOST_WIDTH = 2**16  # the norms keep a whole row in one program
 
 
@@ -28,10 +26,10 @@ def check_sizes(config: ModelConfig, rows: int, seq_len: int, device: str) -> No
     if device != "cuda":
         return
     check_head_dim(config.head_dim)
-    if rows > MOST_DOCUMENTS:
+    if rows > MOST_PLACES:
         raise ConfigError(
-            f"attention on a GPU takes at most {MOST_DOCUMENTS:,} rows a micro-step, got {rows:,}; "
-            f"set batch-size to at most {MOST_DOCUMENTS:,}, and raise grad-accum instead"
+            f"attention on a GPU takes at most {MOST_PLACES:,} rows a micro-step, got {rows:,}; "
+            f"set batch-size to at most {MOST_PLACES:,}, and raise grad-accum instead"
         )
     if config.hidden_size > MOST_WIDTH:
         raise ConfigError(
@@ -40,14 +38,10 @@ def check_sizes(config: ModelConfig, rows: int, seq_len: int, device: str) -> No
         )
 
 
-def check_documents(documents: int, tokens: int, device: str) -> None:
-    """Raise ConfigError for more documents in one packed micro-step of `tokens` than attention on `device` takes.
-
-    Their number is rounded up to a power of two, or to `tokens` (engine/batch).
-    """
-    launched = min(1 << (documents - 1).bit_length(), tokens)
-    if device == "cuda" and launched > MOST_DOCUMENTS:
+def check_documents(documents: int, device: str) -> None:
+    """Raise ConfigError for more documents in one packed micro-step than attention on `device` takes."""
+    if device == "cuda" and documents > MOST_PLACES:
         raise ConfigError(
-            f"attention on a GPU takes at most {(MOST_DOCUMENTS + 1) // 2:,} documents a packed micro-step, got "
-            f"{documents:,}; lower batch-size, or join short documents"
+            f"attention on a GPU takes at most {MOST_PLACES:,} documents a packed micro-step, got {documents:,}; "
+            "lower batch-size, or join short documents"
         )

@@ -58,6 +58,7 @@ class EngineSettings:
     deterministic: bool = False
     seed: int = 42
     graphs: bool = True  # on a GPU: micro-steps and updates as CUDA graphs
+    flash4: bool = False  # on a GPU: FlashAttention-4 where it is faster
     trains: bool = True  # False: no gradients, moments or saved activations, for generation
 
 
@@ -74,9 +75,8 @@ class Engine:
         self.dtype, stats = dtype, torch.float64 if dtype == torch.float64 else torch.float32
         self.state = State(config, lora, settings.precision, self.arena, settings.trains)
         self.optimizer = Optimizer(self.state.trained, self.state.gradients.shard, self.arena)
-        self.batch = DeviceBatch(
-            self.arena, settings.rows, settings.seq_len, settings.head_chunks, stats, settings.deterministic
-        )
+        attention = {"deterministic": settings.deterministic, "flash4": settings.flash4}
+        self.batch = DeviceBatch(self.arena, settings.rows, settings.seq_len, settings.head_chunks, stats, **attention)
         num_tokens = settings.rows * settings.seq_len
         self.adapted = {} if lora is None else adapter_columns(lora)
         self.saved_table = tuple(SavedTensor(*row) for row in saved_table(config, self.adapted))

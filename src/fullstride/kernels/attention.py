@@ -4,6 +4,7 @@ bf16 and fp16, one document a row, heads up to 128 wide: `_scaled_dot_product_cu
 [rows, heads, T, E]; it saves logsumexp [rows, H, T], float32.
 bf16 and fp16, packed, or deterministic, or wider heads: `_flash_attention_forward` (FlashAttention-2, variable length);
 it saves logsumexp [H, N], float32.
+With documents.flash4, FlashAttention-4 (kernels/flash4) takes the place of FlashAttention-2, and of cuDNN's backward.
 float32: `_efficient_attention_forward` (memory-efficient, of CUTLASS, variable length); it saves logsumexp
 [documents, H, T rounded up to 32], float32.
 
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fullstride.errors import ConfigError
+from fullstride.kernels.flash4 import flash4_bwd, flash4_fwd
 
 if TYPE_CHECKING:
     from fullstride.ops.attention import Documents
@@ -44,6 +46,8 @@ def attention_fwd(
         return _efficient_fwd(q_NHE, k_NKE, v_NKE, documents)
     if _takes_cudnn(q_NHE, documents):
         return _cudnn_fwd(q_NHE, k_NKE, v_NKE, documents)
+    if documents.flash4:
+        return flash4_fwd(q_NHE, k_NKE, v_NKE, documents)
     return _flash_fwd(q_NHE, k_NKE, v_NKE, documents)
 
 
@@ -60,6 +64,8 @@ def attention_bwd(
     dout = dout_NHE.contiguous()  # cuDNN's plans are cached by q, k and v alone: dout must always look the same
     if q_NHE.dtype == torch.float32:
         return _efficient_bwd(dout, q_NHE, k_NKE, v_NKE, out_NHE, saved, documents)
+    if documents.flash4:
+        return flash4_bwd(dout, q_NHE, k_NKE, v_NKE, out_NHE, saved, documents)
     if _takes_cudnn(q_NHE, documents):
         return _cudnn_bwd(dout, q_NHE, k_NKE, v_NKE, out_NHE, saved, documents)
     return _flash_bwd(dout, q_NHE, k_NKE, v_NKE, out_NHE, saved, documents)

@@ -23,7 +23,8 @@ class Documents:
 
     boundaries: int32 [documents + 1] on the device, ascending from 0 to rows * seq_len (cu_seqlens); trailing entries
     may repeat (empty documents), so that its length need not change. packed: False promises one document a row, which
-    allows faster kernels. deterministic: the backward must give the same bits every time, on a GPU too.
+    allows faster kernels. deterministic: the backward must give the same bits every time, on a GPU too. flash4: there,
+    use FlashAttention-4, a package of its own, where it is faster.
     """
 
     boundaries: torch.Tensor
@@ -31,6 +32,7 @@ class Documents:
     seq_len: int
     packed: bool
     deterministic: bool = False
+    flash4: bool = False
 
 
 def _grouped(x_QHE: torch.Tensor, num_kv: int) -> torch.Tensor:

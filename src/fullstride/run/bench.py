@@ -35,6 +35,7 @@ SECTIONS = {
         "model",
         "method",
         "dtype",
+        "attention",
         "device",
         "batch_size",
         "seq_len",
@@ -98,8 +99,8 @@ def run_bench(config: BenchConfig) -> dict[str, Any]:
 
     ceiling = None
     if config.device == "cuda":
-        full = config.method == "full"
-        ceiling = bare_ceiling(model, config.batch_size, config.seq_len, head_chunk, full, DTYPES[config.dtype])
+        work = head_chunk, config.method == "full", DTYPES[config.dtype], config.attention == "flash4"
+        ceiling = bare_ceiling(model, config.batch_size, config.seq_len, *work)
     result = described(config, model, options, grad_accum, measured, parameters, ceiling)
     print(table(result))
     if config.json:
@@ -126,6 +127,7 @@ def described(
         "model": config.model,
         "method": config.method,
         "dtype": config.dtype,
+        "attention": config.attention,
         "device": device_name(config.device),
         "batch_size": config.batch_size,
         "seq_len": config.seq_len,

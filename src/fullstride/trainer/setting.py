@@ -45,8 +45,15 @@ class Setting:
         lora = None
         if o.method == "lora":
             lora = LoraSettings(o.lora_rank, o.lora_alpha, o.lora_dropout, o.lora_targets, o.rslora)
+        switches = {"deterministic": o.deterministic, "seed": o.seed, "graphs": o.graphs}
         return lora, EngineSettings(
-            self.batch_size, self.seq_len, precision, chunks, frozenset(o.recompute), o.deterministic, o.seed, o.graphs
+            self.batch_size,
+            self.seq_len,
+            precision,
+            chunks,
+            frozenset(o.recompute),
+            flash4=o.attention == "flash4",
+            **switches,
         )
 
     def head_chunks(self, config: ModelConfig) -> int:

@@ -244,7 +244,7 @@ class Trainer:
                     f"{vocabulary} rows; is this the model's tokenizer?"
                 )
         batch = HostBatch.of(ids, labels, None if documents is None else self._checked("documents", documents))
-        check_documents(len(batch.boundaries) - 1, ids.size, self.device.type)
+        check_documents(len(batch.boundaries) - 1, self.device.type)
         return batch
 
     def _check_weights(self) -> None:
