@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fullstride.errors import ConfigError
-from fullstride.kernels.attention import attention_bwd, attention_fwd
+from fullstride.kernels.attention import FLASH4_HEAD_DIMS, attention_bwd, attention_fwd
 from fullstride.ops.attention import Documents, attention_bwd_ref, attention_fwd_ref
 from tests.kernels.place import FLOAT32, Place, assert_same_bits, distance, high
 
@@ -97,6 +97,8 @@ def test_against_references(
     flash4: bool,
 ) -> None:
     """At most twice as far from float64 as plain products in the same dtype; in float32 also some roundings more."""
+    if flash4 and (head_dim not in FLASH4_HEAD_DIMS or dtype == torch.float32):
+        pytest.skip("torch's operations run, as without it")
     place = Place(gpu, dtype)
     q, k, v = make_qkv(place, num_heads, num_kv_heads, head_dim)
     dout = place.randn(ROWS * SEQ_LEN, num_heads, head_dim)

@@ -17,6 +17,7 @@ from fullstride.ops.attention import Documents
 from fullstride.ops.cross_entropy import IGNORED
 
 GROWTH = 4  # of the places for documents
+STAGES = 4  # micro-batches that may be on their way to a GPU
 # attention's operations launch a document per place of a grid's second or third dimension; CUDA has so many of those
 MOST_PLACES = 2**16 - 1
 FIRST_POSITIONS = 1024  # `loss_1k` is over these positions of each row
@@ -43,21 +44,27 @@ class HostBatch:
     def of(cls, inputs: np.ndarray, targets: np.ndarray, documents: np.ndarray | None) -> HostBatch:
         """From int32 [B, T] arrays. A document is a run of equal numbers within a row; None: one document a row."""
         rows, seq_len = inputs.shape
-        starts_row = np.zeros((rows, seq_len), dtype=bool)
-        starts_row[:, 0] = True
-        if documents is not None:
-            starts_row[:, 1:] = documents[:, 1:] != documents[:, :-1]
-        starts = np.flatnonzero(starts_row)
-        positions = np.arange(rows * seq_len) - starts[np.cumsum(starts_row.reshape(-1)) - 1]
-        index = np.flatnonzero(targets.reshape(-1) != IGNORED)
+        if documents is None:
+            starts = np.arange(0, rows * seq_len, seq_len, dtype=np.int32)
+            positions = np.tile(np.arange(seq_len, dtype=np.int32), rows)
+        else:
+            starts_row = np.ones((rows, seq_len), dtype=bool)
+            np.not_equal(documents[:, 1:], documents[:, :-1], out=starts_row[:, 1:])
+            starts = np.flatnonzero(starts_row).astype(np.int32)
+            lengths = np.diff(starts, append=np.int32(rows * seq_len))
+            positions = np.arange(rows * seq_len, dtype=np.int32) - np.repeat(starts, lengths)
+        flat = targets.reshape(-1)
+        index = np.flatnonzero(flat != IGNORED).astype(np.int32)
         return cls(
-            ids=inputs.reshape(-1).astype(np.int32),
-            positions=positions.astype(np.int32),
-            boundaries=np.append(starts, rows * seq_len).astype(np.int32),
+            ids=inputs.reshape(-1),
+            positions=positions,
+            boundaries=np.append(starts, np.int32(rows * seq_len)),
             packed=len(starts) > rows,
-            index=index.astype(np.int32),
-            targets=targets.reshape(-1)[index].astype(np.int32),
-            tokens_1k=int((index % seq_len < FIRST_POSITIONS).sum()),
+            index=index,
+            targets=flat[index],
+            tokens_1k=int(np.count_nonzero(index % seq_len < FIRST_POSITIONS))
+            if seq_len > FIRST_POSITIONS
+            else len(index),
         )
 
 
@@ -72,10 +79,39 @@ def document_places(documents: int, rows: int, tokens: int) -> int:
     return min(places, tokens, max(documents, MOST_PLACES))
 
 
-def to_device(values: np.ndarray, out: torch.Tensor) -> None:
-    """Copy without making the host wait for work that is under way (from pinned memory, which torch recycles)."""
-    source = torch.from_numpy(np.ascontiguousarray(values))
-    out.copy_(source.pin_memory() if out.is_cuda else source, non_blocking=True)
+class Staging:
+    """Host buffers [size] of one dtype for copies to a device buffer that the host does not wait for.
+
+    On a GPU they are pinned and used in turn: one is written while copies from the others may still be under way, and
+    only the one that comes round again is waited for.
+    """
+
+    def __init__(self, out: torch.Tensor) -> None:
+        """`out`: the device buffer [size]."""
+        on_gpu, host = out.is_cuda, "meta" if out.is_meta else "cpu"
+        self._out, self._turn = out, 0
+        self.buffers = [
+            torch.zeros(out.shape, dtype=out.dtype, device=host, pin_memory=on_gpu)
+            for _ in range(STAGES if on_gpu else 1)
+        ]
+        self._copied = [torch.cuda.Event() for _ in self.buffers] if on_gpu else []
+
+    def next(self) -> int:
+        """Which of `buffers` to write next; it holds what it held when it was sent."""
+        self._turn = (self._turn + 1) % len(self.buffers)
+        if self._copied:
+            self._copied[self._turn].synchronize()
+        return self._turn
+
+    def send(self) -> None:
+        """Copy it to the device."""
+        self._out.copy_(self.buffers[self._turn], non_blocking=True)
+        if self._copied:
+            self._copied[self._turn].record()
+
+
+def _arrays(layout: FlatLayout, buffer: torch.Tensor) -> dict[str, np.ndarray]:
+    return {name: view.numpy() for name, view in layout.views(buffer).items()}
 
 
 class DeviceBatch:
@@ -95,10 +131,10 @@ class DeviceBatch:
         # int32 words, rng first: int64 must be aligned; every part starts at 256 bytes, as attention's kernels want
         sizes = {"rng": 6, "z_loss": 1, "ids": n, "positions": n, "index": m, "targets": m, "boundaries": n + 1}
         layout = FlatLayout.of((name, (size,), False) for name, size in sizes.items())
-        self._device = arena.zeros("batch", (layout.size,), torch.int32)
-        self._host = np.zeros(layout.size, dtype=np.int32)
-        self._words = layout.views(torch.from_numpy(self._host))
-        parts = layout.views(self._device)
+        device = arena.zeros("batch", (layout.size,), torch.int32)
+        self._staging = Staging(device)
+        self._words = [] if device.is_meta else [_arrays(layout, buffer) for buffer in self._staging.buffers]
+        parts = layout.views(device)
         self.rng, self.z_loss = parts["rng"].view(torch.int64), parts["z_loss"].view(torch.float32)
         self.ids, self.positions, self._boundaries = parts["ids"], parts["positions"], parts["boundaries"]
         loss, lse = (arena.zeros("batch", (m,), stats) for _ in range(2))
@@ -107,15 +143,14 @@ class DeviceBatch:
 
     def load(self, host: HostBatch, rng: tuple[int, int, int], z_loss: float) -> None:
         """Copy a micro-batch in, without waiting; afterwards `documents` and `head` describe it."""
-        words, n = self._words, self.rows * self.seq_len
-        words["rng"].view(torch.int64).copy_(torch.tensor(rng))
-        words["z_loss"].view(torch.float32).fill_(z_loss)
-        fills = {"ids": 0, "positions": 0, "index": -1, "targets": IGNORED, "boundaries": n}
-        for name, fill in fills.items():
-            values, target = getattr(host, name), words[name].numpy()
+        words, n = self._words[self._staging.next()], self.rows * self.seq_len
+        words["rng"].view(np.int64)[:] = rng
+        words["z_loss"].view(np.float32)[:] = z_loss
+        for name, fill in (("ids", 0), ("positions", 0), ("index", -1), ("targets", IGNORED), ("boundaries", n)):
+            values, target = getattr(host, name), words[name]
             target[: len(values)] = values
             target[len(values) :] = fill
-        to_device(self._host, self._device)
+        self._staging.send()
         places = document_places(len(host.boundaries) - 1, self.rows, n) if host.packed else self.rows
         boundaries = self._boundaries[: places + 1]
         self.documents = Documents(boundaries, self.rows, self.seq_len, host.packed, **self._attention)

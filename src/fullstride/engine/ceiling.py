@@ -55,8 +55,8 @@ def bare_ceiling(
     """Tokens per second of the products and attention of micro-steps of rows x seq_len tokens, on the current GPU.
 
     trains_weights: with weight gradients (full training) or without (LoRA). head_chunk: rows of the head's products.
-    flash4: attention as in ops/attention.Documents. The work is replayed as a CUDA graph for about `seconds`; the median
-    of single replays after a warm-up counts.
+    flash4: attention as in ops/attention.Documents. The work is replayed as a CUDA graph for about `seconds`; the
+    median of single replays after a warm-up counts.
     """
     n, device = rows * seq_len, torch.device("cuda")
     like = torch.empty(0, dtype=dtype, device=device)

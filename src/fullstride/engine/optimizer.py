@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
 import torch
 
-from fullstride.engine.batch import to_device
+from fullstride.engine.batch import Staging
 from fullstride.engine.state import TrainedUnit
 from fullstride.memory.arena import Arena
 from fullstride.ops.adamw import GRAD_SCALE, AdamWBuffers, adamw, hyper_values
@@ -28,15 +27,16 @@ class Optimizer:
         self._units, self._shard = units, shard
         self._squares = arena.zeros("optimizer", (len(self._units),), torch.float64)
         self._values = arena.zeros("optimizer", (RNG + 3,), torch.float64)
+        self._staging = Staging(self._values)
         self.grad_norm = arena.zeros("optimizer", (), torch.float64)
 
     def load(self, rng: tuple[int, int, int], tokens: int, grad_clip: float, **hyper: float) -> None:
         """Set the values of the next `step`: noise key, supervised tokens, clip (0: none), and hyper_values'."""
-        values = np.zeros(RNG + 3)
-        values[:GRAD_SCALE] = hyper_values(**hyper)  # type: ignore[arg-type]
-        values[INV_TOKENS], values[GRAD_CLIP] = 1 / tokens, grad_clip or np.inf
-        values[RNG:].view(np.int64)[:] = rng
-        to_device(values, self._values)
+        values = self._staging.buffers[self._staging.next()]
+        values[:GRAD_SCALE] = torch.tensor(hyper_values(**hyper), dtype=torch.float64)  # type: ignore[arg-type]
+        values[INV_TOKENS], values[GRAD_CLIP] = 1 / tokens, grad_clip or float("inf")
+        values[RNG:].view(torch.int64).copy_(torch.tensor(rng))
+        self._staging.send()
 
     def step(self) -> None:
         """One update from gradients of the loss sum.

@@ -4,7 +4,8 @@ bf16 and fp16, one document a row, heads up to 128 wide: `_scaled_dot_product_cu
 [rows, heads, T, E]; it saves logsumexp [rows, H, T], float32.
 bf16 and fp16, packed, or deterministic, or wider heads: `_flash_attention_forward` (FlashAttention-2, variable length);
 it saves logsumexp [H, N], float32.
-With documents.flash4, FlashAttention-4 (kernels/flash4) takes the place of FlashAttention-2, and of cuDNN's backward.
+With documents.flash4 and heads of 64 or 128, FlashAttention-4 (kernels/flash4) takes the place of FlashAttention-2, and
+of cuDNN's backward.
 float32: `_efficient_attention_forward` (memory-efficient, of CUTLASS, variable length); it saves logsumexp
 [documents, H, T rounded up to 32], float32.
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 CAUSAL = 1  # custom_mask_type of the memory-efficient operation: causal, aligned to the upper left corner
 CUDNN_MAX_HEAD_DIM = 128  # cuDNN's backward takes wider heads in some versions only
+FLASH4_HEAD_DIMS = (64, 128)  # of others some fail on Hopper
 
 Saved = tuple[torch.Tensor, ...]
 Grads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -46,7 +48,7 @@ def attention_fwd(
         return _efficient_fwd(q_NHE, k_NKE, v_NKE, documents)
     if _takes_cudnn(q_NHE, documents):
         return _cudnn_fwd(q_NHE, k_NKE, v_NKE, documents)
-    if documents.flash4:
+    if _takes_flash4(q_NHE, documents):
         return flash4_fwd(q_NHE, k_NKE, v_NKE, documents)
     return _flash_fwd(q_NHE, k_NKE, v_NKE, documents)
 
@@ -64,7 +66,7 @@ def attention_bwd(
     dout = dout_NHE.contiguous()  # cuDNN's plans are cached by q, k and v alone: dout must always look the same
     if q_NHE.dtype == torch.float32:
         return _efficient_bwd(dout, q_NHE, k_NKE, v_NKE, out_NHE, saved, documents)
-    if documents.flash4:
+    if _takes_flash4(q_NHE, documents):
         return flash4_bwd(dout, q_NHE, k_NKE, v_NKE, out_NHE, saved, documents)
     if _takes_cudnn(q_NHE, documents):
         return _cudnn_bwd(dout, q_NHE, k_NKE, v_NKE, out_NHE, saved, documents)
@@ -90,7 +92,13 @@ def _check(q_NHE: torch.Tensor) -> None:
 
 
 def _takes_cudnn(q_NHE: torch.Tensor, documents: Documents) -> bool:
-    return not documents.packed and not documents.deterministic and q_NHE.shape[2] <= CUDNN_MAX_HEAD_DIM
+    plain = not documents.packed and not documents.deterministic
+    # in rows of one token its backward crashes
+    return plain and q_NHE.shape[2] <= CUDNN_MAX_HEAD_DIM and documents.seq_len > 1
+
+
+def _takes_flash4(q_NHE: torch.Tensor, documents: Documents) -> bool:
+    return documents.flash4 and q_NHE.shape[2] in FLASH4_HEAD_DIMS
 
 
 def _unused(x: torch.Tensor) -> torch.Tensor:

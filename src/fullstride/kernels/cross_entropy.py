@@ -1,8 +1,8 @@
 """Cross-entropy and its gradient in place: see ops/cross_entropy.
 
-A row of a real vocabulary does not fit one multiprocessor's registers, and read a second time it comes from memory
-again. So a row is cut into pieces. The program of a piece keeps it in registers, publishes its maximum and sum, waits
-for those of the row's other pieces and writes its part of the gradient: every logit is read once.
+One program a row: a pass for maximum and sum, a pass for the gradient. The second pass reads the row again, from the L2
+cache where it is still there; so some blocks of the row stay in registers between the passes, and the rows that are
+under way fit the cache better.
 """
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 
@@ -12,25 +12,12 @@ import torch
 import triton
 import triton.language as tl
 
-from fullstride.kernels.grid import cdiv, next_power_of_2, num_warps
+from fullstride.kernels.grid import next_power_of_2
 
-PIECE = 32768  # elements of a program
-PER_THREAD = 64
-REGISTERS = 64  # of a thread, half of which hold its part of the piece: so two programs fit a multiprocessor
-ROWS = 32  # of loss_kernel
+WARPS, PER_THREAD, KEPT = 32, 16, 2  # of the gradient: warps, elements a thread takes at once, blocks kept
+LOSS_WARPS = 8  # without the gradient
 LOG2E = tl.constexpr(1.4426950408889634)
 MINUS_INF_TWICE = tl.constexpr(-0x7F0080)  # as two bf16
-
-
-@triton.jit
-def load_piece(logits, start, V, PACK: tl.constexpr, LANES: tl.constexpr, LANE: tl.constexpr):
-    """A piece as [LANES, LANE / PACK] words of PACK elements, -inf beyond V."""
-    at = start // PACK + tl.arange(0, LANES)[:, None] * (LANE // PACK) + tl.arange(0, LANE // PACK)[None, :]
-    if PACK == 2:
-        words = logits.to(tl.pointer_type(tl.int32)) + at
-        return tl.load(words, mask=at < V // 2, other=MINUS_INF_TWICE, eviction_policy="evict_first")
-    else:
-        return tl.load(logits + at, mask=at < V, other=float("-inf"), eviction_policy="evict_first")
 
 
 @triton.jit
@@ -49,102 +36,93 @@ def unpack(words, hidden_zero):
 
 
 @triton.jit
-def publish(word, top, total):
-    """Maximum and sum in one word of 64 bits, which is written at once; it is never zero, as the words are before."""
-    upper = top.to(tl.int32, bitcast=True).to(tl.int64) << 32
-    tl.store(word, upper | total.to(tl.int32, bitcast=True).to(tl.int64))
+def load_block(words, block, V, IS_TAIL: tl.constexpr, PACK: tl.constexpr, LANES: tl.constexpr, WORDS: tl.constexpr):
+    """Block number `block` of a row as words [LANES, WORDS] of PACK elements each, -inf beyond V."""
+    at = block * (LANES * WORDS) + tl.arange(0, LANES)[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
+    if not IS_TAIL:
+        return tl.load(words + at)
+    return tl.load(words + at, mask=at < V // PACK, other=MINUS_INF_TWICE if PACK == 2 else float("-inf"))
 
 
 @triton.jit
-def combine(words, exists):
-    """Maximum of a row and sum of exp(logit - maximum), from the words [.., pieces] that were published."""
-    tops = tl.where(exists, (words >> 32).to(tl.int32).to(tl.float32, bitcast=True), float("-inf"))
-    totals = tl.where(exists, words.to(tl.int32).to(tl.float32, bitcast=True), 0.0)
-    top = tl.max(tops, axis=1)
-    return top, tl.sum(totals * tl.exp2((tops - top[:, None]) * LOG2E), axis=1)
+def accumulate(x, top, total):
+    """Running maximum and sum of exponentials of each lane, which subtract no infinities: `top` is finite."""
+    new_top = tl.maximum(top, tl.max(x, axis=1))
+    total = total * tl.exp2((top - new_top) * LOG2E) + tl.sum(tl.exp2((x - new_top[:, None]) * LOG2E), axis=1)
+    return new_top, total
 
 
 @triton.jit
-def wait(published, G, BLOCK_G: tl.constexpr):
-    """The words of a row's G pieces [1, BLOCK_G], when all are there."""
-    pieces = tl.arange(0, BLOCK_G)[None, :]
-    words = tl.load(published + pieces, mask=pieces < G, other=1, volatile=True)
-    while tl.min((words != 0).to(tl.int32)) == 0:
-        words = tl.load(published + pieces, mask=pieces < G, other=1, volatile=True)
-    return words, pieces < G
+def write_block(logits, block, V, x, top, scale, IS_TAIL: tl.constexpr):
+    """Overwrites a block of a row with scale * exp(x - top)."""
+    LANES: tl.constexpr = x.shape[0]
+    LANE: tl.constexpr = x.shape[1]
+    at = block * (LANES * LANE) + tl.arange(0, LANES)[:, None] * LANE + tl.arange(0, LANE)[None, :]
+    d = tl.exp2((x - top) * LOG2E) * scale
+    if IS_TAIL:
+        tl.store(logits + at, d, mask=at < V, eviction_policy="evict_first")
+    else:
+        tl.store(logits + at, d, eviction_policy="evict_first")
 
 
 @triton.jit
-def piece_kernel(
+def cross_entropy_kernel(
     logits,
     targets,
     z_loss,
-    target_logits,
-    published,
+    loss,
+    lse_out,
     logits_stride,
     V,
-    G,
     BACKWARD: tl.constexpr,
     PACK: tl.constexpr,
     LANES: tl.constexpr,
-    LANE: tl.constexpr,
-    BLOCK_G: tl.constexpr,
+    WORDS: tl.constexpr,
+    KEPT: tl.constexpr,
 ):
-    row = (tl.program_id(0) // G).to(tl.int64)
-    start = tl.program_id(0) % G * (LANES * LANE)
+    row = tl.program_id(0).to(tl.int64)
     logits += row * logits_stride
-    at = start + tl.arange(0, LANES)[:, None] * LANE + tl.arange(0, LANE)[None, :]
+    words = logits.to(tl.pointer_type(tl.int32)) if PACK == 2 else logits
+    num_full = V // (LANES * WORDS * PACK)
     target = tl.load(targets + row)
     if target == -100:
+        tl.store(loss + row, 0.0)
+        tl.store(lse_out + row, 0.0)
         if BACKWARD:
-            tl.store(logits + at, tl.zeros([LANES, LANE], tl.float32), mask=at < V, cache_modifier=".cs")
+            nothing = tl.zeros([LANES, WORDS * PACK], tl.float32)
+            for block in range(0, num_full + 1):
+                write_block(logits, block, V, nothing, 0.0, 0.0, True)
     else:
-        words = load_piece(logits, start, V, PACK, LANES, LANE)
-        is_mine = (target >= start) & (target < start + LANES * LANE)
-        target_logit = tl.load(logits + target, mask=is_mine, other=0.0).to(tl.float32)
-        x = unpack(words, 0)
-        # finite, so that a lane that saw only -inf subtracts no infinities
-        lane_top = tl.maximum(tl.max(x, axis=1), -1e38)
-        lane_total = tl.sum(tl.exp2((x - lane_top[:, None]) * LOG2E), axis=1)
-        top = tl.max(lane_top, axis=0)
-        total = tl.sum(lane_total * tl.exp2((lane_top - top) * LOG2E), axis=0)
-        publish(published + tl.program_id(0), top, total)
-        if is_mine:
-            tl.store(target_logits + row, target_logit)
+        target_logit = tl.load(logits + target).to(tl.float32)
+        kept = load_block(words, 0, V, False, PACK, LANES * max(KEPT, 1), WORDS) if KEPT else words
+        top, total = tl.full([LANES], -1e38, tl.float32), tl.zeros([LANES], tl.float32)
+        for block in range(KEPT, num_full):
+            top, total = accumulate(unpack(load_block(words, block, V, False, PACK, LANES, WORDS), 0), top, total)
+        top, total = accumulate(unpack(load_block(words, num_full, V, True, PACK, LANES, WORDS), 0), top, total)
+        row_top = tl.max(top, axis=0)
+        if KEPT:
+            none = tl.zeros([LANES * KEPT], tl.float32)
+            kept_top, kept_total = accumulate(unpack(kept, 0), none - 1e38, none)
+            row_top = tl.maximum(row_top, tl.max(kept_top, axis=0))
+        row_total = tl.sum(total * tl.exp2((top - row_top) * LOG2E), axis=0)
+        if KEPT:
+            row_total += tl.sum(kept_total * tl.exp2((kept_top - row_top) * LOG2E), axis=0)
+        # maximum and logarithm stay apart: in their float32 sum, logits of 1e4 would leave three digits of the loss
+        log_total = tl.log(row_total)
+        tl.store(loss + row, log_total - (target_logit - row_top))
+        tl.store(lse_out + row, row_top + log_total)
         if BACKWARD:
-            top, total = combine(*wait(published + row * G, G, BLOCK_G))
-            top, total = tl.max(top, axis=0), tl.max(total, axis=0)
-            scale = (1 + 2 * tl.load(z_loss).to(tl.float32) * (top + tl.log(total))) / total
-            d = tl.exp2((unpack(words, tl.minimum(target, 0)) - top) * LOG2E) * scale
-            tl.store(logits + at, d, mask=at < V, cache_modifier=".cs")
-            if is_mine:
-                tl.debug_barrier()  # every thread has written: this comes over it
-                tl.store(logits + target, tl.exp2((target_logit - top) * LOG2E) * scale - 1)
-
-
-@triton.jit
-def loss_kernel(published, targets, loss, lse_out, M, G, ROWS: tl.constexpr, BLOCK_G: tl.constexpr):
-    """`loss` holds the targets' logits before."""
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    pieces = tl.arange(0, BLOCK_G)[None, :]
-    exists = (rows < M)[:, None] & (pieces < G)
-    words = tl.load(published + rows[:, None].to(tl.int64) * G + pieces, mask=exists, other=0)
-    top, total = combine(words, pieces < G)
-    supervised = tl.load(targets + rows, mask=rows < M, other=-100) != -100
-    target_logit = tl.load(loss + rows, mask=supervised, other=0.0)
-    # maximum and logarithm stay apart: in their float32 sum, logits of 1e4 would leave three digits of the loss
-    log_total = tl.log(tl.where(supervised, total, 1.0))
-    tl.store(loss + rows, tl.where(supervised, log_total - (target_logit - top), 0.0), mask=rows < M)
-    tl.store(lse_out + rows, tl.where(supervised, top + log_total, 0.0), mask=rows < M)
-
-
-def _tile(logits_MV: torch.Tensor) -> tuple[int, int, int]:
-    """(elements in a word, of a program, that a thread loads at once and keeps one maximum and sum for)."""
-    vocab_size, size = logits_MV.shape[1], logits_MV.element_size()
-    # a word of 32 bits holds two bf16, unless words would straddle rows
-    is_packed = size == 2 and (vocab_size | logits_MV.stride(0) | logits_MV.data_ptr() // 2) % 2 == 0
-    piece = min(PIECE, next_power_of_2(vocab_size))
-    return 2 if is_packed else 1, piece, min(piece, 16 // size)
+            scale = (1 + 2 * tl.load(z_loss).to(tl.float32) * (row_top + log_total)) / row_total
+            tail = unpack(load_block(words, num_full, V, True, PACK, LANES, WORDS), 0)
+            write_block(logits, num_full, V, tail, row_top, scale, True)
+            for turn in range(0, num_full - KEPT):
+                block = num_full - 1 - turn  # what was read last is the likeliest to be in the cache still
+                x = unpack(load_block(words, block, V, False, PACK, LANES, WORDS), 0)
+                write_block(logits, block, V, x, row_top, scale, False)
+            if KEPT:
+                write_block(logits, 0, V, unpack(kept, tl.minimum(target, 0)), row_top, scale, False)
+            tl.debug_barrier()  # every thread has written: this comes over it
+            tl.store(logits + target, tl.exp2((target_logit - row_top) * LOG2E) * scale - 1)
 
 
 def cross_entropy(
@@ -155,36 +133,27 @@ def cross_entropy(
     lse_M: torch.Tensor,
     backward: bool,
 ) -> None:
-    """See ops/cross_entropy. Rows may be strided. Moves 2 M V elements (M V without the backward).
-
-    Programs start in the order of their numbers, and those of a row are neighbours; so the oldest row that is not
-    complete always has its programs running or next in turn, and waiting ends. In Triton's interpreter, where each
-    program ends before the next begins, a round that only publishes goes before.
+    """See ops/cross_entropy. Rows may be strided. Moves 2 M V elements (M V without the backward), plus what of the
+    second reading misses registers and the L2 cache.
     """
-    num_rows, vocab_size = logits_MV.shape
+    (num_rows, vocab_size), size = logits_MV.shape, logits_MV.element_size()
     assert logits_MV.stride(1) == 1
-    pack, piece, lane = _tile(logits_MV)
-    num_pieces = cdiv(vocab_size, piece)
-    block_g = next_power_of_2(num_pieces)
-    published = torch.zeros(num_rows, num_pieces, dtype=torch.int64, device=logits_MV.device)
-    for also_gradient in (backward,) if logits_MV.is_cuda else (False, True)[: 1 + backward]:
-        piece_kernel[(num_rows * num_pieces,)](
-            logits_MV,
-            targets_M,
-            z_loss,
-            loss_M,
-            published,
-            logits_MV.stride(0),
-            vocab_size,
-            num_pieces,
-            BACKWARD=also_gradient,
-            PACK=pack,
-            LANES=piece // lane,
-            LANE=lane,
-            BLOCK_G=block_g,
-            num_warps=num_warps(piece, PER_THREAD),
-            maxnreg=REGISTERS * 2 // pack,
-        )
-    loss_kernel[(cdiv(num_rows, ROWS),)](
-        published, targets_M, loss_M, lse_M, num_rows, num_pieces, ROWS=ROWS, BLOCK_G=block_g, num_warps=4
+    # a word of 32 bits holds two bf16, unless words would straddle rows
+    is_packed = size == 2 and (vocab_size | logits_MV.stride(0) | logits_MV.data_ptr() // 2) % 2 == 0
+    pack, lane = 2 if is_packed else 1, 16 // size
+    block = min(32 * (WARPS if backward else LOSS_WARPS) * PER_THREAD, max(32 * lane, next_power_of_2(vocab_size)))
+    cross_entropy_kernel[(num_rows,)](
+        logits_MV,
+        targets_M,
+        z_loss,
+        loss_M,
+        lse_M,
+        logits_MV.stride(0),
+        vocab_size,
+        BACKWARD=backward,
+        PACK=pack,
+        LANES=block // lane,
+        WORDS=lane // pack,
+        KEPT=KEPT if backward and vocab_size >= KEPT * block else 0,
+        num_warps=max(1, block // (32 * PER_THREAD)),
     )

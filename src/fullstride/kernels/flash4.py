@@ -1,9 +1,9 @@
 """FlashAttention-4, of the package flash-attn-4: kernels in CuTe, compiled at their first use (seconds).
 
 On a Hopper GPU its backward is faster than cuDNN's, and with document boundaries, or deterministic, both of its
-directions are faster than FlashAttention-2's (docs/log.md). It takes bf16 and fp16, heads of 8 to 256 elements
-(multiples of 8), strided tokens and heads, and fewer key/value heads; logsumexp is float32, [rows, H, T], or [H, N] for
-packed rows. Its deterministic backward orders its additions by semaphores.
+directions are faster than FlashAttention-2's (docs/log.md). It takes bf16 and fp16, strided tokens and heads, and fewer
+key/value heads; logsumexp is float32, [rows, H, T], or [H, N] for packed rows. Its deterministic backward orders its
+additions by semaphores.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ Saved = tuple[torch.Tensor, ...]
 
 def flash4_fwd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents) -> tuple[torch.Tensor, Saved]:
     """See ops/attention."""
-    from flash_attn.cute.interface import _flash_attn_fwd  # type: ignore[import-not-found]
-
     with _quiet():
+        from flash_attn.cute.interface import _flash_attn_fwd  # type: ignore[import-not-found]
+
         inputs = (_shaped(x, documents) for x in (q, k, v))
         out, lse, *_ = _flash_attn_fwd(*inputs, causal=True, return_lse=True, **_boundaries(documents))
     return out.view(q.shape), (lse,)
@@ -41,12 +41,12 @@ def flash4_bwd(
     documents: Documents,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See ops/attention. `saved` may be cuDNN's: it is the same logsumexp."""
-    from flash_attn.cute.interface import _flash_attn_bwd  # type: ignore[import-not-found]
-
     (lse,) = saved
     if not documents.packed:
         lse = lse.reshape(documents.rows, q.shape[1], documents.seq_len)
     with _quiet():
+        from flash_attn.cute.interface import _flash_attn_bwd  # type: ignore[import-not-found]
+
         inputs = (_shaped(x, documents) for x in (q, k, v, out, dout))
         options = {"causal": True, "deterministic": documents.deterministic, **_boundaries(documents)}
         dq, dk, dv = _flash_attn_bwd(*inputs, lse, **options)
@@ -67,7 +67,7 @@ def _boundaries(documents: Documents) -> dict[str, Any]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Its compiler warns about its own types."""
+    """It and its compiler warn about themselves."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

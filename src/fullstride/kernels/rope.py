@@ -1,29 +1,25 @@
 """Rotary position embedding on the merged QKV, with Qwen3's norm of each head: see ops/rope.
 
-A head is a left and a right half. A program takes some heads of a token, [heads, E/2]; in the backward, some heads of
-some tokens, [tokens, E/2] at a time.
+A program takes some heads of a token, as a left and a right half of [heads, E/2].
 """
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 
-from fullstride.kernels.grid import cdiv, next_power_of_2, num_warps
+from fullstride.kernels.grid import cdiv, next_power_of_2, num_sms, num_warps
 from fullstride.kernels.partials import add_partials
 
 if TYPE_CHECKING:
     from fullstride.ops.rope import Rope
 
-# of the backward
-TILE = 1024  # halves of heads: tokens times E / 2
-HEADS = 8  # of a program, at most
-PER_THREAD = 16
+# of the backward where it sums gradients: programs on a multiprocessor, and tokens on their way from memory in each
+PROGRAMS, STAGES = 4, 3
 
 
 @triton.jit
@@ -90,40 +86,25 @@ def norm_back(g_left, g_right, xhat_left, xhat_right, rstd, E: tl.constexpr):
 
 
 @triton.jit
-def select(kind, of_kinds):
-    """The scalar of queries (kind 0), keys (1) or values (2)."""
-    return tl.where(kind == 0, of_kinds[0], tl.where(kind == 1, of_kinds[1], of_kinds[2]))
+def source_of(sources, token_strides, head_strides, token, heads, H: tl.constexpr, K: tl.constexpr):
+    """Pointers to heads of a token, in dq, dk or dv."""
+    q = sources[0] + token * token_strides[0] + heads * head_strides[0]
+    k = sources[1] + token * token_strides[1] + (heads - H) * head_strides[1]
+    v = sources[2] + token * token_strides[2] + (heads - H - K) * head_strides[2]
+    return tl.where(heads < H, q, tl.where(heads < H + K, k, v))
 
 
 @triton.jit
-def place(H: tl.constexpr, K: tl.constexpr, HEADS: tl.constexpr):
-    """(block of tokens, kind, first head and end within the kind, row of the norm's sums) of a program."""
-    q_groups: tl.constexpr = (H + HEADS - 1) // HEADS
-    k_groups: tl.constexpr = (K + HEADS - 1) // HEADS
-    groups: tl.constexpr = q_groups + 2 * k_groups
-    block, group = tl.program_id(0) // groups, tl.program_id(0) % groups
-    kind = (group >= q_groups).to(tl.int32) + (group >= q_groups + k_groups).to(tl.int32)
-    group -= select(kind, (0, q_groups, q_groups + k_groups))
-    num_blocks = tl.num_programs(0) // groups
-    # the rows of the queries come first
-    row = select(kind, (block * q_groups, num_blocks * q_groups + block * k_groups, 0)) + group
-    return block, kind, group * HEADS, tl.minimum((group + 1) * HEADS, select(kind, (H, K, K))), row
-
-
-@triton.jit
-def angles(positions, tables, kind, tokens, cols, in_tile, N, HALF: tl.constexpr):
-    """(cos, sin) of each token; values are not rotated."""
-    position = tl.load(positions + tokens, mask=tokens < N, other=0).to(tl.int64)
-    is_rotated = in_tile & (kind < 2)
-    cos = tl.load(tables[0] + position * HALF + cols, mask=is_rotated, other=1.0)
-    return cos, tl.load(tables[1] + position * HALF + cols, mask=is_rotated, other=0.0)
-
-
-@triton.jit
-def store_sums(row, cols, left, right, HALF: tl.constexpr):
-    """Sums over the tile's tokens into a row of partial sums."""
-    tl.store(row + cols, tl.sum(left, axis=0)[None, :], mask=cols < HALF)
-    tl.store(row + HALF + cols, tl.sum(right, axis=0)[None, :], mask=cols < HALF)
+def store_norm_sums(partial, left, right, heads, H: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr):
+    """A program's sums for the norm of the queries, and [rows] further for that of the keys."""
+    rows = tl.num_programs(0) * tl.num_programs(1)
+    row = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    cols = tl.arange(0, left.shape[1])
+    for is_key in tl.static_range(2):
+        mine = (heads >= H) & (heads < H + K) if is_key else heads < H
+        to = partial + (is_key * rows + row) * (2 * HALF) + cols
+        tl.store(to, tl.sum(tl.where(mine, left, 0.0), axis=0), mask=cols < HALF)
+        tl.store(to + HALF, tl.sum(tl.where(mine, right, 0.0), axis=0), mask=cols < HALF)
 
 
 @triton.jit
@@ -138,8 +119,7 @@ def rope_bwd_kernel(
     norms,
     dqkv,
     dqkv_stride,
-    bias_sums,
-    norm_sums,
+    partial,
     eps,
     N,
     H: tl.constexpr,
@@ -148,39 +128,48 @@ def rope_bwd_kernel(
     HAS_NORM: tl.constexpr,
     HAS_WEIGHT_GRAD: tl.constexpr,
     HAS_BIAS_GRAD: tl.constexpr,
-    TOKENS: tl.constexpr,
-    HEADS: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    block, kind, begin, end, norm_row = place(H, K, HEADS)
-    tokens = (block * TOKENS + tl.arange(0, TOKENS))[:, None].to(tl.int64)
+    heads = (tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS))[:, None]
     cols = tl.arange(0, BLOCK_HALF)[None, :]
-    mask = (tokens < N) & (cols < HALF)
-    cos, sin = angles(positions, tables, kind, tokens, cols, mask, N, HALF)
-    w_left, w_right = norm_weight(norms, kind == 0, cols, HALF)
-    acc_left = tl.zeros([TOKENS, BLOCK_HALF], tl.float32)
-    acc_right = tl.zeros([TOKENS, BLOCK_HALF], tl.float32)
-    source = select(kind, sources) + tokens * select(kind, token_strides) + cols
-    head_stride = select(kind, head_strides).to(tl.int64)
-    for head in range(begin, end):
-        column = (select(kind, (0, H, H + K)) + head) * (2 * HALF)
-        left = tl.load(source + head * head_stride, mask=mask, other=0.0).to(tl.float32)
-        right = tl.load(source + head * head_stride + HALF, mask=mask, other=0.0).to(tl.float32)
+    in_head, is_rotated = cols < HALF, heads < H + K
+    mask = (heads < H + 2 * K) & in_head
+    column = heads * (2 * HALF) + cols
+    if HAS_NORM:
+        w_left, w_right = norm_weight(norms, heads < H, cols, HALF)
+    acc_left = tl.zeros([BLOCK_HEADS, BLOCK_HALF], tl.float32)
+    acc_right = tl.zeros([BLOCK_HEADS, BLOCK_HALF], tl.float32)
+    for turn in tl.range(tl.program_id(0), N, tl.num_programs(0), num_stages=STAGES):
+        token = tl.cast(turn, tl.int64)
+        source = source_of(sources, token_strides, head_strides, token, heads, H, K) + cols
+        left = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+        right = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
+        angle = tl.load(positions + token).to(tl.int64) * HALF + cols
+        cos = tl.load(tables[0] + angle, mask=in_head, other=0.0)
+        sin = tl.load(tables[1] + angle, mask=in_head, other=0.0)
         dleft, dright = left * cos + right * sin, right * cos - left * sin
-        if HAS_NORM and kind < 2:
-            raw = qkv + tokens * qkv_stride + column + cols
-            xhat_left, xhat_right, rstd = normalise(raw, mask, eps, HALF)
+        if HAS_NORM:
+            raw = qkv + token * qkv_stride + column
+            xhat_left, xhat_right, rstd = normalise(raw, is_rotated & in_head, eps, HALF)
             if HAS_WEIGHT_GRAD:
                 acc_left += dleft * xhat_left
                 acc_right += dright * xhat_right
             dleft, dright = norm_back(dleft * w_left, dright * w_right, xhat_left, xhat_right, rstd, 2 * HALF)
-        target = dqkv + tokens * dqkv_stride + column + cols
+        dleft, dright = tl.where(is_rotated, dleft, left), tl.where(is_rotated, dright, right)
+        if HAS_BIAS_GRAD:
+            acc_left += dleft
+            acc_right += dright
+        target = dqkv + token * dqkv_stride + column
         tl.store(target, dleft, mask=mask)
         tl.store(target + HALF, dright, mask=mask)
-        if HAS_BIAS_GRAD:
-            store_sums(bias_sums + block.to(tl.int64) * ((H + 2 * K) * 2 * HALF) + column, cols, dleft, dright, HALF)
-    if HAS_WEIGHT_GRAD and kind < 2:
-        store_sums(norm_sums + norm_row.to(tl.int64) * (2 * HALF), cols, acc_left, acc_right, HALF)
+    if HAS_BIAS_GRAD:
+        to = partial + tl.program_id(0).to(tl.int64) * ((H + 2 * K) * 2 * HALF) + column
+        tl.store(to, acc_left, mask=mask)
+        tl.store(to + HALF, acc_right, mask=mask)
+    if HAS_WEIGHT_GRAD:
+        store_norm_sums(partial, acc_left, acc_right, heads, H, K, HALF)
 
 
 def _tile(num_heads: int, half: int) -> tuple[int, int, int]:
@@ -188,13 +177,6 @@ def _tile(num_heads: int, half: int) -> tuple[int, int, int]:
     block_half = next_power_of_2(half)
     block_heads = min(next_power_of_2(num_heads), max(1, 1024 // block_half))
     return block_heads, block_half, num_warps(block_heads * block_half, 8)
-
-
-def _bwd_tile(half: int, has_norm: bool) -> tuple[int, int]:
-    """(tokens, warps) of a program of the backward."""
-    block_half = next_power_of_2(half)
-    tokens = max(1, TILE // block_half)
-    return tokens, num_warps(tokens * block_half, PER_THREAD // 2 if has_norm else PER_THREAD)
 
 
 def rope_fwd(
@@ -247,49 +229,49 @@ def rope_bwd(
     dk_norm_E: torch.Tensor | None,
     dbias_C: torch.Tensor | None,
 ) -> None:
-    """See ops/rope. Moves 2 N (H + 2K) E elements, with a norm N (H + K) E more, and with a bias 8 bytes of sums for
-    every column of every block of tokens.
+    """See ops/rope. Moves 2 N (H + 2K) E elements, and with a norm N (H + K) E more.
 
-    A program takes some tokens and some heads, all queries, all keys or all values, one head after the other: the
-    angles, which are float32, are read once for them all. The gradients of norms and bias are summed over each
-    program's tokens first, and over programs by add_partials.
+    Where the norm's weights or the bias train, a fixed number of programs loop over tokens and keep their shares of
+    those gradients in registers; otherwise there is a program for each token.
     """
     assert dbias_C is None or q_norm_E is None
     assert (q_norm_E is None) == (k_norm_E is None)
-    tokens, _ = _bwd_tile(rope.cos.shape[1], q_norm_E is not None)
-    blocks = cdiv(dq_NHE.shape[0], tokens)
-    # one row of partial sums for each block and each group of heads; those of the bias are as wide as dqkv
-    rows = [blocks * cdiv(dx.shape[1], HEADS) for dx in (dq_NHE, dk_NKE)]
-    sums = partial(torch.empty, dtype=torch.float32, device=dqkv_NC.device)
-    bias_sums = None if dbias_C is None else sums(blocks, dqkv_NC.shape[1])
-    norm_sums = None if dq_norm_E is None and dk_norm_E is None else sums(sum(rows), dq_NHE.shape[2])
+    num_tokens, width = dqkv_NC.shape
+    block_heads, *_ = _tile(width // dq_NHE.shape[2], rope.cos.shape[1])
+    head_blocks = cdiv(width // dq_NHE.shape[2], block_heads)
+    num_programs, partial = num_tokens, None
+    has_weight_grad = dq_norm_E is not None or dk_norm_E is not None
+    if has_weight_grad or dbias_C is not None:
+        num_programs = min(num_tokens, cdiv(PROGRAMS * num_sms(dqkv_NC), head_blocks))
+        shape = (2, num_programs * head_blocks, dq_NHE.shape[2]) if has_weight_grad else (num_programs, width)
+        partial = torch.empty(shape, dtype=torch.float32, device=dqkv_NC.device)
     raw_NC = dqkv_NC if qkv_NC is None else qkv_NC
     norms = None if q_norm_E is None or k_norm_E is None else (q_norm_E, k_norm_E)
-    _launch_bwd((dq_NHE, dk_NKE, dv_NKE), raw_NC, positions_N, rope, norms, dqkv_NC, bias_sums, norm_sums)
-    if dbias_C is not None and bias_sums is not None:
-        add_partials(bias_sums, dbias_C)
-    if norm_sums is not None:
-        for share, dnorm_E in zip(norm_sums.split(rows), (dq_norm_E, dk_norm_E), strict=True):
+    grid = num_programs, head_blocks
+    _launch_bwd(grid, (dq_NHE, dk_NKE, dv_NKE), raw_NC, positions_N, rope, norms, dqkv_NC, partial)
+    if dbias_C is not None and partial is not None:
+        add_partials(partial, dbias_C)
+    elif partial is not None:
+        for share, dnorm_E in zip(partial, (dq_norm_E, dk_norm_E), strict=True):
             if dnorm_E is not None:
                 add_partials(share, dnorm_E)
 
 
 def _launch_bwd(
+    grid: tuple[int, int],
     sources: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     raw_NC: torch.Tensor,
     positions_N: torch.Tensor,
     rope: Rope,
     norms: tuple[torch.Tensor, torch.Tensor] | None,
     dqkv_NC: torch.Tensor,
-    bias_sums: torch.Tensor | None,
-    norm_sums: torch.Tensor | None,
+    partial: torch.Tensor | None,
 ) -> None:
     """sources: dq, dk, dv. A kernel's pointer that it does not use is some tensor's."""
     assert all(x.stride(2) == 1 for x in sources) and dqkv_NC.stride(1) == raw_NC.stride(1) == 1
     (num_tokens, num_heads, head_dim), num_kv_heads = sources[0].shape, sources[1].shape[1]
-    tokens, warps = _bwd_tile(head_dim // 2, norms is not None)
-    groups = cdiv(num_heads, HEADS) + 2 * cdiv(num_kv_heads, HEADS)
-    rope_bwd_kernel[(cdiv(num_tokens, tokens) * groups,)](
+    block_heads, block_half, warps = _tile(num_heads + 2 * num_kv_heads, head_dim // 2)
+    rope_bwd_kernel[grid](
         sources,
         tuple(x.stride(0) for x in sources),
         tuple(x.stride(1) for x in sources),
@@ -300,18 +282,17 @@ def _launch_bwd(
         norms or (raw_NC, raw_NC),
         dqkv_NC,
         dqkv_NC.stride(0),
-        rope.cos if bias_sums is None else bias_sums,
-        rope.cos if norm_sums is None else norm_sums,
+        rope.cos if partial is None else partial,
         rope.norm_eps,
         num_tokens,
         H=num_heads,
         K=num_kv_heads,
         HALF=head_dim // 2,
         HAS_NORM=norms is not None,
-        HAS_WEIGHT_GRAD=norm_sums is not None,
-        HAS_BIAS_GRAD=bias_sums is not None,
-        TOKENS=tokens,
-        HEADS=HEADS,
-        BLOCK_HALF=next_power_of_2(head_dim // 2),
+        HAS_WEIGHT_GRAD=partial is not None and norms is not None,
+        HAS_BIAS_GRAD=partial is not None and norms is None,
+        BLOCK_HEADS=block_heads,
+        BLOCK_HALF=block_half,
+        STAGES=1 if partial is None else STAGES,
         num_warps=warps,
     )

@@ -32,10 +32,9 @@ PARTS = (
             "adamw_kernel",
             "add_partials_kernel",
             "add_shares_kernel",
+            "cross_entropy_kernel",
             "dropout_kernel",
             "gather_rows_kernel",
-            "loss_kernel",
-            "piece_kernel",
             "rms_norm_bwd_kernel",
             "rms_norm_fwd_kernel",
             "rope_bwd_kernel",
@@ -114,7 +113,7 @@ def gpu_kernels(work: Callable[[], object]) -> list[Kernel]:
     import torch
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         work()
         torch.cuda.synchronize()
     on_gpu = (e for e in profiler.events() or () if e.device_type == torch.autograd.DeviceType.CUDA)

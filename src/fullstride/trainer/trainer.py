@@ -232,18 +232,16 @@ class Trainer:
         self._check_weights()
         ids = self._checked("inputs", inputs)
         labels = self._checked("targets", targets)
+        batch = HostBatch.of(ids, labels, None if documents is None else self._checked("documents", documents))
         vocabulary = self.config.vocab_size
-        for name, values, legal in (
-            ("inputs", ids, (ids >= 0) & (ids < vocabulary)),
-            ("targets", labels, ((labels >= 0) & (labels < vocabulary)) | (labels == IGNORED)),
-        ):
-            if not legal.all():
+        for name, values, used in (("inputs", ids, batch.ids), ("targets", labels, batch.targets)):
+            if used.view(np.uint32).max(initial=0) >= vocabulary:  # negative numbers are large ones there
+                legal = (values >= 0) & (values < vocabulary) | ((name == "targets") & (values == IGNORED))
                 row, column = np.argwhere(~legal)[0]
                 raise ConfigError(
                     f"{name}[{row}, {column}] is {values[row, column]}: token ids must be below the embedding's "
                     f"{vocabulary} rows; is this the model's tokenizer?"
                 )
-        batch = HostBatch.of(ids, labels, None if documents is None else self._checked("documents", documents))
         check_documents(len(batch.boundaries) - 1, self.device.type)
         return batch
 
