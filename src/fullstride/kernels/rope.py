@@ -95,6 +95,13 @@ def source_of(sources, token_strides, head_strides, token, heads, H: tl.constexp
 
 
 @triton.jit
+def store_halves(to, left, right, mask, HALF: tl.constexpr):
+    """Both halves of heads."""
+    tl.store(to, left, mask=mask)
+    tl.store(to + HALF, right, mask=mask)
+
+
+@triton.jit
 def store_norm_sums(partial, left, right, heads, H: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr):
     """A program's sums for the norm of the queries, and [rows] further for that of the keys."""
     rows = tl.num_programs(0) * tl.num_programs(1)
@@ -161,13 +168,10 @@ def rope_bwd_kernel(
         if HAS_BIAS_GRAD:
             acc_left += dleft
             acc_right += dright
-        target = dqkv + token * dqkv_stride + column
-        tl.store(target, dleft, mask=mask)
-        tl.store(target + HALF, dright, mask=mask)
+        store_halves(dqkv + token * dqkv_stride + column, dleft, dright, mask, HALF)
     if HAS_BIAS_GRAD:
-        to = partial + tl.program_id(0).to(tl.int64) * ((H + 2 * K) * 2 * HALF) + column
-        tl.store(to, acc_left, mask=mask)
-        tl.store(to + HALF, acc_right, mask=mask)
+        row = partial + tl.program_id(0).to(tl.int64) * ((H + 2 * K) * 2 * HALF)
+        store_halves(row + column, acc_left, acc_right, mask, HALF)
     if HAS_WEIGHT_GRAD:
         store_norm_sums(partial, acc_left, acc_right, heads, H, K, HALF)
 
