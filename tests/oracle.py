@@ -109,10 +109,16 @@ def _llama3(frequency: float, rope: dict[str, Any]) -> float:
 
 
 def make_engine(
-    directory: Path, dtype: torch.dtype, rows: int, seq_len: int, lora: LoraSettings | None = None, **settings: Any
+    directory: Path,
+    dtype: torch.dtype,
+    rows: int,
+    seq_len: int,
+    lora: LoraSettings | None = None,
+    master: torch.dtype | None = None,
+    **settings: Any,
 ) -> Engine:
-    """Our engine with the weights of a Hugging Face directory, everything in `dtype`, on the CPU."""
-    precision = Precision(dtype, None, dtype, dtype)
+    """Our engine with the weights of a Hugging Face directory, everything but masters in `dtype`, on the CPU."""
+    precision = Precision(dtype, master, dtype, dtype)
     values = {"head_chunks": 3, **settings}
     engine = Engine(
         ModelConfig.from_pretrained(directory),

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fullstride.config import DTYPES, LORA_TARGETS, FinetuneConfig, Options, resolve_attention
+from fullstride.config import DTYPES, FLASH4_VERSION, LORA_TARGETS, FinetuneConfig, Options, resolve_attention
 from fullstride.config.commands import BenchConfig, GenerateConfig
 from fullstride.config.keys import BOUNDS, build, dump_toml, help_text, parse
 from fullstride.data.chat import Supervise, Truncate
@@ -356,22 +356,25 @@ def test_attention_without_the_package(dtype: str) -> None:
 @pytest.mark.parametrize(
     ("attention", "dtype", "capability", "installed", "outcome"),
     [
-        ("", "bf16", (9, 0), True, "flash4"),
-        ("", "bf16", (9, 0), False, "torch"),
-        ("", "bf16", (8, 9), True, "torch"),
-        ("", "fp32", (9, 0), True, "torch"),
-        ("torch", "bf16", (9, 0), True, "torch"),
-        ("flash4", "bf16", (9, 0), True, "flash4"),
-        ("flash4", "bf16", (9, 0), False, r"needs the package flash-attn-4 \(pip install 'fullstride\[flash4\]'\)"),
-        ("flash4", "bf16", (8, 9), True, "needs a GPU of compute capability 9.0"),
-        ("flash4", "fp32", (9, 0), True, "has no fp32"),
+        ("", "bf16", (9, 0), FLASH4_VERSION, "flash4"),
+        ("", "bf16", (9, 0), "", "torch"),
+        ("", "bf16", (9, 0), "4.1.0", "torch"),
+        ("", "bf16", (8, 9), FLASH4_VERSION, "torch"),
+        ("", "bf16", (10, 0), FLASH4_VERSION, "torch"),
+        ("", "fp32", (9, 0), FLASH4_VERSION, "torch"),
+        ("torch", "bf16", (9, 0), FLASH4_VERSION, "torch"),
+        ("flash4", "bf16", (9, 0), FLASH4_VERSION, "flash4"),
+        ("flash4", "bf16", (9, 0), "", r"needs flash-attn-4 4.0.0b36 .*fullstride\[flash4\].*, here is none"),
+        ("flash4", "bf16", (9, 0), "4.1.0", "needs flash-attn-4 4.0.0b36 .* here is 4.1.0"),
+        ("flash4", "bf16", (8, 9), FLASH4_VERSION, "needs a GPU of compute capability 9.0"),
+        ("flash4", "fp32", (9, 0), FLASH4_VERSION, "has no fp32"),
     ],
 )
 def test_attention_on_a_gpu(
     attention: str,
     dtype: str,
     capability: tuple[int, int],
-    installed: bool,
+    installed: str,
     outcome: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -381,7 +384,7 @@ def test_attention_on_a_gpu(
         assert package == "flash-attn-4"
         if not installed:
             raise PackageNotFoundError(package)
-        return "4"
+        return installed
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr("fullstride.config.version", version)
@@ -390,3 +393,8 @@ def test_attention_on_a_gpu(
     else:
         with pytest.raises(ConfigError, match=f"attention = flash4 {outcome}"):
             resolve_attention(attention, "cuda", dtype)
+
+
+def test_the_extra_installs_the_version_that_is_called() -> None:
+    project = (Path(__file__).parent.parent / "pyproject.toml").read_text()
+    assert f"flash-attn-4[cu13]=={FLASH4_VERSION}" in project

@@ -169,8 +169,11 @@ def test_dropout_noise_on_a_gpu_is_the_cpus(tmp_path: Path) -> None:
                 for spec in unit.tensors:
                     values = 0.05 * torch.randn(spec.shape, generator=torch.Generator().manual_seed(len(spec.name)))
                     trainer.engine.state.tensor(unit, spec).copy_(values)
+            trainer.engine.params_written(trainer.engine.state.units)
+            without = trainer.validate(*batch)["loss"]
             trainer.step(*batch)
             losses[device] = trainer.update(lr=0.0)["loss"]
+            assert abs(losses[device] - without) > 1e-4  # dropout has an effect
     assert losses["cuda"] == pytest.approx(losses["cpu"], rel=1e-5)
 
 

@@ -13,7 +13,7 @@ import fullstride.engine.step as step_module
 from fullstride.engine.batch import HostBatch
 from fullstride.engine.checkpoint import load_checkpoint, save_checkpoint
 from fullstride.engine.step import Engine
-from fullstride.engine.weights_io import export_adapter, import_adapter, init_adapters
+from fullstride.engine.weights_io import export_adapter, import_adapter, init_adapters, init_weights
 from fullstride.model.lora import PROJECTIONS, LoraSettings
 from fullstride.ops.matmul import matmul
 from tests.oracle import make_engine, make_model, random_batch
@@ -156,3 +156,17 @@ def test_folded_adapters_follow_every_change(targets: tuple[str, ...], directory
     same = [[all(map(torch.equal, a, b)) for b in states] for a in states]
     # the start (B zero), two updates, and three ways back to one of them
     assert same[1] == [False, True, False, True, False, True] and same[0] == [True, False, False, False, True, False]
+
+
+def test_new_base_weights_leave_the_adapters_masters(directory: Path) -> None:
+    """Masters know more digits than the adapters' bf16 parameters; only whoever writes adapters may set them."""
+    lora = LoraSettings(3, 6.0, 0.0, PROJECTIONS, False)
+    engine = make_engine(directory, torch.bfloat16, 2, 13, lora, master=torch.float32)
+    init_adapters(engine, 0)
+    micro_step(engine)
+    engine.update(step=1, grad_clip=0.0, lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0)
+    masters = [t.master for t in engine.state.trained.values()]
+    before = [m.clone() for m in masters if m is not None]
+    assert any((m != t.param.float()).any() for m, t in zip(before, engine.state.trained.values(), strict=True))
+    init_weights(engine, 1)
+    assert all(torch.equal(m, b) for m, b in zip(masters, before, strict=True))

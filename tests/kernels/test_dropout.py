@@ -5,17 +5,20 @@ import torch
 
 from fullstride.ops.dropout import dropout_ref, keep_scale, keep_threshold
 from fullstride.ops.rounding import DROPOUT, stream
-from tests.kernels.place import Place, assert_close, high
+from tests.kernels.place import Place, assert_close, assert_spare_untouched, high
 
 
+@pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("p", [0.0, 0.1, 0.75])
-@pytest.mark.parametrize(("num_rows", "width"), [(1, 3), (37, 131)])
-def test_dropout(place: Place, num_rows: int, width: int, p: float, accumulate: bool) -> None:
+@pytest.mark.parametrize(("num_rows", "width"), [(1, 3), (37, 131), (37, 136)])
+def test_dropout(place: Place, num_rows: int, width: int, p: float, accumulate: bool, strided: bool) -> None:
     from fullstride.kernels.dropout import dropout
 
     x, rng, number = place.randn(num_rows, width), torch.tensor([11, 2, 1]), stream(DROPOUT, 9)
     out = place.randn(num_rows, width) if accumulate else place.poisoned(num_rows, width)
+    if strided:
+        x, out = place.spaced(x), place.spaced(out)
     expected = dropout_ref(high(x), p, rng, number)
     kept = expected != 0
     if accumulate:
@@ -25,3 +28,5 @@ def test_dropout(place: Place, num_rows: int, width: int, p: float, accumulate: 
     assert_close(out, expected)
     if not accumulate:
         assert torch.equal(out.cpu() != 0, kept)  # the same elements
+    if strided:
+        assert_spare_untouched(x, out)

@@ -13,7 +13,7 @@ from tests.kernels.place import FLOAT32, assert_close, assert_same_bits, high
 
 pytestmark = pytest.mark.gpu
 
-SHAPES = [(512, 256, 384), (257, 40, 131), (1, 64, 8), (96, 1, 33), (2048, 4096, 48)]  # M, N, K
+SHAPES = [(512, 256, 384), (257, 40, 131), (1, 64, 8), (96, 1, 33), (64, 32, 1), (2048, 4096, 48)]  # M, N, K
 DTYPES = [torch.bfloat16, torch.float16]
 
 

@@ -92,6 +92,7 @@ def _same_start_everywhere(trainer: Trainer) -> None:
             if spec.decay and ".b." not in spec.name:  # the adapters' B stays zero
                 values = torch.randn(spec.shape, generator=torch.Generator().manual_seed(100 * i + j))
                 state.tensor(unit, spec).copy_(0.15 * values)
+    trainer.engine.params_written(trainer.engine.state.units)
 
 
 def run(split: Split, optimizer: str, method: dict, directory: Path) -> Trace:

@@ -18,6 +18,7 @@ LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", 
 RECOMPUTE = ("swiglu", "norm", "ffn", "qkv", "att", "block")
 OFFLOAD = ("master", "m", "v", "grads", "weights", "residual")
 DTYPES = ("fp32", "bf16")
+FLASH4_VERSION = "4.0.0b36"  # whose functions kernels/flash4 calls; they are not settled yet
 # AdamW divides by sqrt(v) + eps in float32, where squares of gradients under 1e-22 are 0: eps has to outweigh those
 LEAST_EPS = 1e-20
 MOST_LR = 1000.0  # AdamW's steps are of about this size: weights stay finite in float32 and bf16
@@ -59,15 +60,16 @@ def _flash4_obstacle(device: str, dtype: str) -> str:
     """What stands against FlashAttention-4 here; "" for nothing."""
     import torch
 
-    if device != "cuda" or torch.cuda.get_device_capability() < (9, 0):
-        return "needs a GPU of compute capability 9.0 (Hopper) or later"
+    if device != "cuda" or torch.cuda.get_device_capability() != (9, 0):
+        return "needs a GPU of compute capability 9.0 (Hopper): it was tested on no other"
     if dtype == "fp32":
         return "has no fp32"
     try:
-        version("flash-attn-4")
+        found = version("flash-attn-4")
     except PackageNotFoundError:
-        return "needs the package flash-attn-4 (pip install 'fullstride[flash4]')"
-    return ""
+        found = "none"
+    needs = f"needs flash-attn-4 {FLASH4_VERSION} (pip install 'fullstride[flash4]'), here is {found}"
+    return "" if found == FLASH4_VERSION else needs
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """A micro-batch: what the host derives from tokens, targets and documents, and the device buffers that it goes to.
 
-The device buffers keep their addresses and (but for the number of documents, which grows in powers of two) shapes, so a
-captured graph sees each new micro-batch.
+The device buffers keep their addresses and, but for the number of places for documents, which grows by fours, their
+shapes; so a captured graph sees each new micro-batch.
 """
 
 from __future__ import annotations
@@ -86,15 +86,12 @@ class Staging:
     only the one that comes round again is waited for.
     """
 
-    def __init__(self, out: torch.Tensor) -> None:
-        """`out`: the device buffer [size]."""
-        on_gpu, host = out.is_cuda, "meta" if out.is_meta else "cpu"
+    def __init__(self, out: torch.Tensor, segment: str, arena: Arena) -> None:
+        """`out`: the device buffer [size]; `segment`: where the arena counts its host buffers."""
         self._out, self._turn = out, 0
-        self.buffers = [
-            torch.zeros(out.shape, dtype=out.dtype, device=host, pin_memory=on_gpu)
-            for _ in range(STAGES if on_gpu else 1)
-        ]
-        self._copied = [torch.cuda.Event() for _ in self.buffers] if on_gpu else []
+        stages = STAGES if out.is_cuda else 1
+        self.buffers = [arena.host(segment, tuple(out.shape), out.dtype) for _ in range(stages)]
+        self._copied = [torch.cuda.Event() for _ in self.buffers] if out.is_cuda else []
 
     def next(self) -> int:
         """Which of `buffers` to write next; it holds what it held when it was sent."""
@@ -132,7 +129,7 @@ class DeviceBatch:
         sizes = {"rng": 6, "z_loss": 1, "ids": n, "positions": n, "index": m, "targets": m, "boundaries": n + 1}
         layout = FlatLayout.of((name, (size,), False) for name, size in sizes.items())
         device = arena.zeros("batch", (layout.size,), torch.int32)
-        self._staging = Staging(device)
+        self._staging = Staging(device, "batch", arena)
         self._words = [] if device.is_meta else [_arrays(layout, buffer) for buffer in self._staging.buffers]
         parts = layout.views(device)
         self.rng, self.z_loss = parts["rng"].view(torch.int64), parts["z_loss"].view(torch.float32)

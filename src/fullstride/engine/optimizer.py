@@ -27,7 +27,7 @@ class Optimizer:
         self._units, self._shard = units, shard
         self._squares = arena.zeros("optimizer", (len(self._units),), torch.float64)
         self._values = arena.zeros("optimizer", (RNG + 3,), torch.float64)
-        self._staging = Staging(self._values)
+        self._staging = Staging(self._values, "optimizer", arena)
         self.grad_norm = arena.zeros("optimizer", (), torch.float64)
 
     def load(self, rng: tuple[int, int, int], tokens: int, grad_clip: float, **hyper: float) -> None:

@@ -88,9 +88,10 @@ class State:
             return self.views[unit.name]
         return trained.layout.views(trained.master)
 
-    def params_written(self) -> None:
-        """Parameters were written from outside: bring the masters up to date."""
-        for unit in self.trained.values():
+    def params_written(self, units: tuple[Unit, ...]) -> None:
+        """The parameters of `units` were written from outside: bring their masters, if any, up to date."""
+        for name in [unit.name for unit in units if unit.name in self.trained]:
+            unit = self.trained[name]
             if unit.master is not None:
                 unit.master.copy_(unit.param)
 

@@ -34,7 +34,7 @@ from fullstride.model.block import (
 from fullstride.model.head import HeadContext, HeadWeights, head_begin, head_chunk, head_end
 from fullstride.model.linear import LinearContext, fold
 from fullstride.model.lora import LoraSettings, adapter_columns, adapters_of
-from fullstride.model.spec import ModelConfig
+from fullstride.model.spec import ModelConfig, Unit
 from fullstride.ops.attention import attention_fwd
 from fullstride.ops.cross_entropy import IGNORED
 from fullstride.ops.embedding import embedding_bwd, embedding_fwd
@@ -264,9 +264,9 @@ class Engine:
             for linear in (w.qkv, w.o, w.gate_up, w.down):
                 fold(linear)
 
-    def params_written(self) -> None:
-        """Parameters were written from outside: bring what depends on them up to date."""
-        self.state.params_written()
+    def params_written(self, units: tuple[Unit, ...]) -> None:
+        """The parameters of `units` were written from outside: bring what depends on them up to date."""
+        self.state.params_written(units)
         self.fold()
 
     def values_written(self) -> None:

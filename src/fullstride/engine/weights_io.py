@@ -42,7 +42,7 @@ def import_weights(engine: Engine, path: str | Path) -> None:
         for spec in unit.tensors:
             for part, tensor in read_parts(checkpoint, spec):
                 state.tensor(unit, spec)[part.start : part.stop].copy_(tensor)
-    engine.params_written()
+    engine.params_written(state.base)
 
 
 def _differences(a: ModelConfig, b: ModelConfig) -> str:
@@ -76,11 +76,18 @@ def init_weights(engine: Engine, seed: int) -> None:
             tensor = state.tensor(unit, spec)
             if spec.decay:
                 generator = _generator(engine.device, seed, i, j)
-                values = torch.empty(spec.shape, dtype=tensor.dtype, device=tensor.device)  # the same for any strides
-                tensor.copy_(values.normal_(0.0, engine.config.initializer_range, generator=generator))
+                # the same numbers for any strides
+                values = (
+                    tensor
+                    if tensor.is_contiguous()
+                    else torch.empty_like(tensor, memory_format=torch.contiguous_format)
+                )
+                values.normal_(0.0, engine.config.initializer_range, generator=generator)
+                if values is not tensor:
+                    tensor.copy_(values)
             else:
                 tensor.fill_(0.0 if spec.name.endswith("bias") else 1.0)
-    engine.params_written()
+    engine.params_written(state.base)
 
 
 def init_adapters(engine: Engine, seed: int) -> None:
@@ -94,7 +101,7 @@ def init_adapters(engine: Engine, seed: int) -> None:
                 tensor.uniform_(-bound, bound, generator=_generator(engine.device, seed, len(state.base) + i, j))
             else:
                 tensor.zero_()
-    engine.params_written()
+    engine.params_written(state.adapters)
 
 
 def _generator(device: torch.device, seed: int, unit: int, tensor: int) -> torch.Generator:

@@ -1,5 +1,5 @@
 """Dropout with regenerated noise: see ops/dropout."""
-# pyright: reportCallIssue=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
@@ -13,15 +13,42 @@ from fullstride.kernels.rounding import noise
 BLOCK = 2048
 
 
+@triton.jit
+def offsets(start, D, x_stride, out_stride, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+    """(in x, in out) of elements `start` to start + BLOCK of the rows laid end to end: [BLOCK / GROUP, GROUP].
+
+    A group, in which elements are neighbours in memory, lies within one row.
+    """
+    group = start // GROUP + tl.arange(0, BLOCK // GROUP)[:, None]
+    row, column = (group // (D // GROUP)).to(tl.int64), group % (D // GROUP) * GROUP + tl.arange(0, GROUP)[None, :]
+    return row * x_stride + column, row * out_stride + column
+
+
 @triton.jit(do_not_specialize=["threshold", "stream"])
-def dropout_kernel(x, threshold, scale, rng, stream, out, n, ACCUMULATE: tl.constexpr, BLOCK: tl.constexpr):
+def dropout_kernel(
+    x,
+    threshold,
+    scale,
+    rng,
+    stream,
+    out,
+    n,
+    D,
+    x_stride,
+    out_stride,
+    ACCUMULATE: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     start = tl.program_id(0).to(tl.int64) * BLOCK
-    at = start + tl.arange(0, BLOCK)
-    value = tl.load(x + at, mask=at < n, other=0.0).to(tl.float32) * scale
-    value = tl.where(noise(rng, stream, start, BLOCK) >= threshold.to(tl.uint32), value, 0.0)
+    at, to = offsets(start, D, x_stride, out_stride, GROUP, BLOCK)
+    mask = start + tl.arange(0, BLOCK).reshape(BLOCK // GROUP, GROUP) < n
+    value = tl.load(x + at, mask=mask, other=0.0).to(tl.float32) * scale
+    random = noise(rng, stream, start, BLOCK).reshape(BLOCK // GROUP, GROUP)
+    value = tl.where(random >= threshold.to(tl.uint32), value, 0.0)
     if ACCUMULATE:
-        value += tl.load(out + at, mask=at < n, other=0.0).to(tl.float32)
-    tl.store(out + at, value, mask=at < n)
+        value += tl.load(out + to, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + to, value, mask=mask)
 
 
 def dropout(
@@ -33,9 +60,23 @@ def dropout(
     out_ND: torch.Tensor,
     accumulate: bool = False,
 ) -> None:
-    """See ops/dropout, whose keep_threshold and keep_scale of p come in. Moves 2 N D elements (3 with `accumulate`)."""
-    assert x_ND.is_contiguous() and out_ND.is_contiguous()
-    n = x_ND.numel()
+    """See ops/dropout, whose keep_threshold and keep_scale of p come in. Rows may be strided. Moves 2 N D elements (3
+    with `accumulate`)."""
+    assert x_ND.stride(1) == out_ND.stride(1) == 1
+    n, width = x_ND.numel(), x_ND.shape[1]
     dropout_kernel[(cdiv(n, BLOCK),)](
-        x_ND, threshold, scale, rng, stream, out_ND, n, ACCUMULATE=accumulate, BLOCK=BLOCK, num_warps=4
+        x_ND,
+        threshold,
+        scale,
+        rng,
+        stream,
+        out_ND,
+        n,
+        width,
+        x_ND.stride(0),
+        out_ND.stride(0),
+        ACCUMULATE=accumulate,
+        GROUP=8 if width % 8 == 0 else 1,
+        BLOCK=BLOCK,
+        num_warps=4,
     )

@@ -50,12 +50,15 @@ class _Matrix(NamedTuple):
 
     @classmethod
     def of(cls, x: torch.Tensor) -> _Matrix:
-        """A row-major tensor is its own transpose in column-major order, and so is the product of two."""
+        """A row-major tensor is its own transpose in column-major order, and so is the product of two.
+
+        A single row or column may have any stride.
+        """
         alignment = math.gcd(x.data_ptr(), 256)
         if x.stride(1) == 1:
-            return cls(x.shape[1], x.shape[0], x.stride(0), False, alignment)
+            return cls(x.shape[1], x.shape[0], max(x.stride(0), x.shape[1]), False, alignment)
         assert x.stride(0) == 1, "one of the dimensions must be contiguous"
-        return cls(x.shape[0], x.shape[1], x.stride(1), True, alignment)
+        return cls(x.shape[0], x.shape[1], max(x.stride(1), x.shape[0]), True, alignment)
 
 
 class _Problem(NamedTuple):
@@ -165,7 +168,7 @@ class _Plan:
             ctypes.byref(self._algorithms[algorithm]),
             ctypes.c_void_p(workspace.data_ptr()),
             ctypes.c_size_t(workspace.numel()),
-            ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
+            ctypes.c_void_p(torch.cuda.current_stream(workspace.device).cuda_stream),
         )
 
     def choose(self, run: Callable[[int], None]) -> None:
@@ -214,7 +217,7 @@ _plans: dict[_Problem, _Plan] = {}
 class FastestMatmul:
     """See ops/matmul.Matmul, for bfloat16 and float16 on a GPU.
 
-    The first product of a kind (shapes, strides, alignment, dtype, accumulation) takes tens of milliseconds, in which
+    The first product of a kind (shapes, strides, alignment, dtype, accumulation) takes a tenth of a second, in which
     the host waits; it cannot be inside a graph's capture. `workspace`: uint8, of one stream.
     """
 

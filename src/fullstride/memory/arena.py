@@ -80,6 +80,7 @@ class Arena:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.segments: dict[str, int] = {}
+        self._pinned: dict[str, int] = {}
 
     def zeros(self, segment: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A zero-filled buffer, counted under `segment`.
@@ -99,6 +100,13 @@ class Arena:
         self.segments[segment] = self.segments.get(segment, 0) + size
         return buffer
 
+    def host(self, segment: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A zero-filled host buffer for copies to the device, which for a GPU is pinned and counted so."""
+        if self.device.type != "cuda":
+            return torch.zeros(shape, dtype=dtype, device="meta" if self.device.type == "meta" else "cpu")
+        self._pinned[segment] = self._pinned.get(segment, 0) + math.prod(shape) * dtype.itemsize
+        return torch.zeros(shape, dtype=dtype, pin_memory=True)
+
     def free(self, segment: str, buffer: torch.Tensor) -> None:
         """Take `buffer`, which its holder drops, off the account."""
         self.segments[segment] -= buffer.numel() * buffer.itemsize
@@ -107,7 +115,8 @@ class Arena:
         """{segment: {"device", "managed", "pinned", "pageable": bytes}}; a CPU's memory is pageable."""
         kind = "device" if self.device.type == "cuda" else "pageable"
         empty = {"device": 0, "managed": 0, "pinned": 0, "pageable": 0}
-        return {name: empty | {kind: size} for name, size in self.segments.items()}
+        pinned = self._pinned
+        return {n: empty | {kind: size, "pinned": pinned.get(n, 0)} for n, size in self.segments.items()}
 
 
 def capacity(device: torch.device) -> int:

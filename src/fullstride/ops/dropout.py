@@ -30,7 +30,7 @@ def dropout(
 ) -> None:
     """Overwrites out_ND, or with `accumulate` adds into it. Forward and backward are the same function of x or dx.
 
-    x_ND and out_ND are contiguous; 0 <= p < 1.
+    Rows may be strided; 0 <= p < 1.
     """
     if x_ND.is_cuda:
         from fullstride.kernels.dropout import dropout as kernel

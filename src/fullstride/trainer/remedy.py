@@ -1,13 +1,15 @@
 """After a failed allocation: settings that would fit, found by predicting the memory of one after another.
 
 In the order of what they cost the training. A smaller batch-size with as many more micro-steps keeps every update as it
-was; more pieces of the head and recompute cost time; a shorter seq-len cuts rows; LoRA is another training, and only
-named when nothing else fits.
+was, and costs little while micro-steps are not small; more pieces of the head and recompute cost time; a shorter
+seq-len cuts rows; LoRA is another training, and only named when nothing else fits.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator
 
@@ -18,6 +20,7 @@ from fullstride.trainer.setting import Setting
 
 MORE_CHUNKS = 4  # times as many pieces of the head, where memory is short
 LEAST_SEQ_LEN = 128  # shorter rows are not proposed
+FEW_TOKENS = 2048  # in smaller micro-steps a GPU's products lose more time than recompute costs
 MARGIN = 0.05  # of the device that stays free: allocators round up and leave gaps
 
 
@@ -27,6 +30,7 @@ def remedy(config: ModelConfig, setting: Setting, device: str, capacity: int, do
     documents, shapes: as in engine/plan.predict, of what the run has met so far.
     """
 
+    @functools.cache
     def need(s: Setting) -> float:
         """Predicted bytes; infinite where even the host cannot stage a micro-batch."""
         places = -(-documents * s.batch_size // setting.batch_size)
@@ -66,8 +70,8 @@ def search(
 
 def candidates(config: ModelConfig, s: Setting) -> Iterator[list[Setting]]:
     """Groups of settings to try in turn; in a group, batch sizes from the largest. Never `s` itself."""
-    small = [b for b in range(1, math.isqrt(s.batch_size) + 1) if s.batch_size % b == 0]
-    sizes = sorted({*small, *(s.batch_size // b for b in small)}, reverse=True)
+    divisors = [b for b in range(1, math.isqrt(s.batch_size) + 1) if s.batch_size % b == 0]
+    sizes = sorted({*divisors, *(s.batch_size // b for b in divisors)}, reverse=True)
     lengths = [s.seq_len]
     while lengths[-1] // 2 >= LEAST_SEQ_LEN:
         lengths.append(lengths[-1] // 2)
@@ -76,9 +80,11 @@ def candidates(config: ModelConfig, s: Setting) -> Iterator[list[Setting]]:
         methods.append(dataclasses.replace(s.options, method="lora", master_dtype="").resolved())
     for options in methods:
         for seq_len in lengths:
-            for flags in recompute_levels(options.recompute):
+            large = [b for b in sizes if b * seq_len >= FEW_TOKENS]
+            small = [b for b in sizes if b not in large]
+            for batch_sizes, flags in itertools.product((large, small), recompute_levels(options.recompute)):
                 now = dataclasses.replace(options, recompute=flags)
-                plain = [Setting(now, b, seq_len, s.grad_accum * (s.batch_size // b)) for b in sizes]
+                plain = [Setting(now, b, seq_len, s.grad_accum * (s.batch_size // b)) for b in batch_sizes]
                 plain = [x for x in plain if x.head_chunks(config) <= x.tokens]
                 for group in plain, [more_chunks(x, config) for x in plain]:
                     if others := [x for x in group if x != s]:

@@ -111,13 +111,15 @@ class Trainer:
     @torch.no_grad()
     def import_weights(self, path: str | Path) -> None:
         """Weights of a Hugging Face directory (one or several safetensors). Raises ConfigError if they do not fit."""
-        weights_io.import_weights(self.engine, path)
+        with self._memory():
+            weights_io.import_weights(self.engine, path)
         self._source, self._has_weights = Path(path), True
 
     @torch.no_grad()
     def init_weights(self, seed: int | None = None) -> None:
         """Random weights: N(0, initializer_range), norms 1, biases 0. seed: the options' by default."""
-        weights_io.init_weights(self.engine, self.options.seed if seed is None else seed)
+        with self._memory():
+            weights_io.init_weights(self.engine, self.options.seed if seed is None else seed)
         self._has_weights = True
 
     @torch.no_grad()
