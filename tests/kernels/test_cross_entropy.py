@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -69,6 +71,20 @@ def test_far_from_zero(place: Place) -> None:
     assert_close(lse, lse_ref)
     assert_close(loss, loss_ref, inside=INSIDE)
     assert_close(logits, dlogits_ref, inside=INSIDE)
+
+
+def test_very_negative_rows(place: Place) -> None:
+    """Whole rows at -2e38, of equal logits: the loss is log V and the gradient 1 / V, less one at the target."""
+    from fullstride.kernels.cross_entropy import cross_entropy
+
+    logits = torch.full((2, 64), -2e38, device=place.device).to(place.dtype)
+    loss, lse = (place.poisoned(2, dtype=torch.float32) for _ in range(2))
+    targets = torch.tensor([1, 63], dtype=torch.int32)
+    cross_entropy(logits, place.put(targets), place.put(torch.zeros(1)), loss, lse, True)
+    expected = torch.full((2, 64), 1 / 64, dtype=torch.float64)
+    expected[[0, 1], [1, 63]] -= 1
+    assert_close(loss, torch.full((2,), math.log(64), dtype=torch.float64), inside=INSIDE)
+    assert_close(logits, expected, inside=INSIDE)
 
 
 @pytest.mark.gpu

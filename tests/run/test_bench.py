@@ -170,8 +170,9 @@ def test_a_result_that_cannot_be_written_is_refused_before_measuring(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bench, "Trainer", None)
-    for file in (tmp_path / "missing" / "result.json", tmp_path):
-        with pytest.raises(ConfigError, match=rf"json: {file} must be a file in a directory that is there; make "):
+    missing = tmp_path / "missing" / "result.json"
+    for file, remedy in ((missing, f"make {missing.parent} first"), (tmp_path, "name a file in it")):
+        with pytest.raises(ConfigError, match=rf"json: {file} must be a file in a directory that is there; {remedy}"):
             run_bench(BenchConfig(model=str(model_dir), device="cpu", json=str(file)))
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
     with pytest.raises(ConfigError, match=rf"json: no permission to write in {tmp_path}"):

@@ -410,6 +410,8 @@ def test_no_supervised_token_at_all() -> None:
         {"eps": 0.0},
         {"lr": float("nan")},
         {"lr": -1.0},
+        {"lr": 1e40},
+        {"step": 2**63},
         {"beta1": 1.0},
         {"grad_clip": -1.0},
         {"weight_decay": float("inf")},
@@ -425,9 +427,23 @@ def test_values_that_would_spoil_the_weights(values: dict) -> None:
     assert torch.equal(weights(trainer), before)
 
 
+def test_arrays_of_other_kinds() -> None:
+    """Subclasses that hold the same numbers are taken; what would lose its meaning as plain numbers is refused."""
+    inputs, targets = batch(1, 6, [4])
+    plain, trainer = make(), make()
+    plain.step(inputs, targets)
+    trainer.step(inputs.view(np.memmap), targets.view(np.recarray))
+    assert trainer.update(lr=0.0) == plain.update(lr=0.0)
+    for array in (np.ma.masked_array(inputs), torch.from_numpy(inputs).to_sparse()):
+        with pytest.raises(ConfigError, match=r"inputs must be .*got .*(MaskedArray|sparse_coo)"):
+            trainer.step(array, targets)
+
+
 def test_arguments_of_the_wrong_kind_are_named(tmp_path: Path) -> None:
     trainer = make()
     inputs, targets = batch(1, 6, [4])
+    with pytest.raises(ConfigError, match=r"z_loss must lie in \[0, 1000000.0\], got 1e\+37"):
+        trainer.step(inputs, targets, z_loss=1e37)
     with pytest.raises(ConfigError, match=r"z_loss must be a number, got 'a'"):
         trainer.step(inputs, targets, z_loss="a")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"z_loss must lie in"):

@@ -17,6 +17,7 @@ from fullstride.kernels.grid import next_power_of_2
 WARPS, PER_THREAD, KEPT = 32, 16, 2  # of the gradient: warps, elements a thread takes at once, blocks kept
 LOSS_WARPS = 8  # without the gradient
 LOG2E = tl.constexpr(1.4426950408889634)
+LOWEST = tl.constexpr(-2.3e38)  # where a maximum starts: finite, and so is its multiple by LOG2E
 MINUS_INF_TWICE = tl.constexpr(-0x7F0080)  # as two bf16
 
 
@@ -95,14 +96,14 @@ def cross_entropy_kernel(
     else:
         target_logit = tl.load(logits + target).to(tl.float32)
         kept = load_block(words, 0, V, False, PACK, LANES * max(KEPT, 1), WORDS) if KEPT else words
-        top, total = tl.full([LANES], -1e38, tl.float32), tl.zeros([LANES], tl.float32)
+        top, total = tl.full([LANES], LOWEST, tl.float32), tl.zeros([LANES], tl.float32)
         for block in range(KEPT, num_full):
             top, total = accumulate(unpack(load_block(words, block, V, False, PACK, LANES, WORDS), 0), top, total)
         top, total = accumulate(unpack(load_block(words, num_full, V, True, PACK, LANES, WORDS), 0), top, total)
         row_top = tl.max(top, axis=0)
         if KEPT:
             none = tl.zeros([LANES * KEPT], tl.float32)
-            kept_top, kept_total = accumulate(unpack(kept, 0), none - 1e38, none)
+            kept_top, kept_total = accumulate(unpack(kept, 0), none + LOWEST, none)
             row_top = tl.maximum(row_top, tl.max(kept_top, axis=0))
         row_total = tl.sum(total * tl.exp2((top - row_top) * LOG2E), axis=0)
         if KEPT:

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
@@ -90,7 +91,7 @@ class Arena:
         """
         size = math.prod(shape) * dtype.itemsize
         try:
-            if self.device.type == "cpu" and size + sum(self.segments.values()) > _physical_memory():
+            if self.device.type == "cpu" and size > free_memory(self.device, sum(self.segments.values())):
                 raise MemoryError  # the kernel would promise it, and kill the process once it is used
             buffer = torch.zeros(shape, dtype=dtype, device=self.device)
         except (RuntimeError, MemoryError) as error:  # a GPU's OutOfMemoryError is a RuntimeError; a CPU's is plain
@@ -132,10 +133,17 @@ def capacity(device: torch.device) -> int:
     return min(free + torch.cuda.memory_reserved(device), limit)
 
 
+def free_memory(device: torch.device, held: int) -> int:
+    """Bytes that tensors on `device` may still take; on a CPU, where `held` are ours, what other programs leave."""
+    if device.type == "cuda":
+        return capacity(device) - torch.cuda.memory_allocated(device)
+    return min(capacity(device) - held, _available_memory())
+
+
 def shortage(device: torch.device, segment: str, asked: int, segments: dict[str, int]) -> str:
     """What an OutOfMemory says: `segment` asked for `asked` bytes beside what `segments` hold, and what was missing."""
     held = sum(segments.values())
-    free = capacity(device) - (torch.cuda.memory_allocated(device) if device.type == "cuda" else held)
+    free = free_memory(device, held)
     missing = f"{in_bytes(asked - free)} are missing" if asked > free else "but not in one piece"
     by_segment = ", ".join(f"{name} {in_bytes(size)}" for name, size in segments.items()) or "nothing"
     return (
@@ -153,6 +161,19 @@ def in_bytes(size: float) -> str:
 def _physical_memory() -> int:
     """Bytes of this machine's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _available_memory() -> int:
+    """Bytes that the kernel would still give this process, within its control group's limit, where Linux tells."""
+    meminfo, group = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+    if not meminfo.is_file():
+        return _physical_memory()
+    kilobytes = next(line.split()[1] for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable"))
+    available = int(kilobytes) * 1024
+    limit = group / "memory.max"
+    if limit.is_file() and (most := limit.read_text().strip()) != "max":
+        available = min(available, int(most) - int((group / "memory.current").read_text()))
+    return available
 
 
 class Scratch:

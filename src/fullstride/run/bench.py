@@ -167,7 +167,8 @@ def described_kinds(kinds: TimeByKind | None) -> dict[str, Any]:
 def check_file(file: Path) -> None:
     """Raise ConfigError when `file` cannot be written."""
     if file.is_dir() or not file.parent.is_dir():
-        raise ConfigError(f"json: {file} must be a file in a directory that is there; make {file.parent} first")
+        remedy = "name a file in it" if file.is_dir() else f"make {file.parent} first"
+        raise ConfigError(f"json: {file} must be a file in a directory that is there; {remedy}")
     check_writable("json", file.parent)
 
 

@@ -48,13 +48,19 @@ class RunDirectory:
             raise ConfigError(f"out: {self.path} is not empty and holds no run; choose another --out or --name")
         if found and config.resume == "never":
             raise ConfigError(f"out: {self.path} holds a run and resume = never; choose another --out or --name")
-        if found:
+        if found and self._has_trained():
             self._check_same_run(config)
         check_writable("out", self.path)
         if isinstance(config.resume, int):
             find_checkpoint(self.checkpoints, config.resume)
             return config.resume
         return self.latest()
+
+    def _has_trained(self) -> bool:
+        """Whether there is anything that a start with other settings would spoil: an update, or a checkpoint."""
+        metrics = self.path / "metrics.csv"
+        rows = metrics.read_text(encoding="utf-8").splitlines()[1:] if metrics.is_file() else []
+        return bool(rows) or self.checkpoints.exists()
 
     def _check_same_run(self, config: FinetuneConfig) -> None:
         try:

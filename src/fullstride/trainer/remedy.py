@@ -45,7 +45,8 @@ def remedy(config: ModelConfig, setting: Setting, device: str, capacity: int, do
     found, least = search(config, setting, need, limit)
     told = [f"the run needs {f'about {in_bytes(failed)}' if failed < float('inf') else 'more than this machine has'}"]
     if found is None or found.options.method != setting.options.method:
-        nothing = f"nothing that trains the same fits {in_bytes(capacity)}"
+        tight = f"fits {in_bytes(capacity)}" if failed > capacity else "needs clearly less"
+        nothing = f"nothing that trains the same {tight}"
         told.append(f"{nothing}: {least.flags(setting)} needs about {in_bytes(need(least))}" if least else nothing)
     if found is None:
         told.append("take a smaller model or a larger device")

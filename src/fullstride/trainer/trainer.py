@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,14 +13,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from fullstride.config import LEAST_EPS, Options
+from fullstride.config import LEAST_EPS, MOST_LR, Options
 from fullstride.engine import checkpoint, weights_io
 from fullstride.engine.batch import HostBatch
 from fullstride.engine.limits import check_documents, check_sizes
 from fullstride.engine.plan import LIBRARIES
 from fullstride.engine.step import Engine
 from fullstride.errors import ConfigError, OutOfMemory
-from fullstride.memory.arena import capacity, shortage
+from fullstride.memory.arena import capacity, free_memory, shortage
 from fullstride.model.spec import ModelConfig, num_parameters
 from fullstride.ops.cross_entropy import IGNORED
 from fullstride.trainer.remedy import remedy
@@ -27,6 +28,8 @@ from fullstride.trainer.setting import DTYPES, Setting
 from fullstride.trainer.telemetry import PeakMemory, device_info
 
 Array = np.ndarray | torch.Tensor
+# z_loss: its gradient is a multiple of the logits, which may be 1e4
+MOST = {"lr": MOST_LR, "z_loss": 1e6, "beta1": 1.0, "beta2": 1.0}
 
 
 class Trainer:
@@ -71,7 +74,7 @@ class Trainer:
         check_sizes(config, batch_size, seq_len, self.device.type)
         self._setting = Setting(self.options, batch_size, seq_len, grad_accum)
         self._engine: Engine | None = None
-        self._others = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0  # bytes, not ours
+        self._room = free_memory(self.device, 0)  # bytes for us, before anything is ours
         self._places: set[int] = set()  # for documents, in the micro-steps so far: each number has graphs of its own
         engine = self._setting.engine(config)
         with torch.no_grad(), self._memory():
@@ -254,14 +257,18 @@ class Trainer:
     def _checked(self, name: str, array: Array) -> np.ndarray:
         expected = (self.batch_size, self.seq_len)
         if isinstance(array, torch.Tensor):
-            if array.device.type != "cpu":
-                raise ConfigError(f"{name} must be a NumPy array or a CPU tensor, got a tensor on {array.device}")
+            if array.device.type != "cpu" or array.layout != torch.strided:
+                got = f"{str(array.layout).removeprefix('torch.')} tensor on {array.device}"
+                raise ConfigError(f"{name} must be a NumPy array or a CPU tensor, got a {got}")
             array = array.numpy() if array.dtype == torch.int32 else array  # the message below names other dtypes
-        if not isinstance(array, np.ndarray) or array.shape != expected or array.dtype != np.int32:
+        # np.memmap and other kinds of arrays hold plain numbers; a masked one does not say what its holes are
+        plain = np.asarray(array) if isinstance(array, np.ndarray) and not np.ma.isMaskedArray(array) else None
+        if plain is None or plain.shape != expected or plain.dtype != np.int32:
             dtype, shape = getattr(array, "dtype", ""), list(getattr(array, "shape", ()))
-            got = f"{str(dtype).removeprefix('torch.')} {shape}" if shape else type(array).__name__
-            raise ConfigError(f"{name} must be int32 {list(expected)} (batch_size, seq_len), got {got}")
-        return array
+            got = type(array).__name__ if plain is None and not isinstance(array, torch.Tensor) else ""
+            told = " ".join(filter(None, (got, str(dtype).removeprefix("torch."), str(shape) if shape else "")))
+            raise ConfigError(f"{name} must be int32 {list(expected)} (batch_size, seq_len), got {told}")
+        return plain
 
     # ---- memory
 
@@ -287,7 +294,7 @@ class Trainer:
 
     def _remedy(self) -> str:
         places = self._places | (set() if self._engine is None else {self._documents()})
-        room = capacity(self.device) - self._others
+        room = min(self._room, capacity(self.device))
         return remedy(self.config, self._setting, self.device.type, room, max(places, default=0), max(1, len(places)))
 
     def _documents(self) -> int:
@@ -348,8 +355,8 @@ class Trainer:
 
 
 def _positive(name: str, value: int) -> int:
-    if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{name} must be a positive integer, got {value!r}")
+    if not isinstance(value, int | np.integer) or isinstance(value, bool) or not 1 <= value < 2**63:
+        raise ConfigError(f"{name} must be a positive integer below 2**63, got {value!r}")
     return int(value)
 
 
@@ -358,7 +365,8 @@ def _check_values(**values: float) -> None:
     for name, value in values.items():
         if not isinstance(value, int | float | np.number):
             raise ConfigError(f"{name} must be a number, got {value!r}")
-        below = 1.0 if name.startswith("beta") else math.inf
-        if not (0 <= value < below) or (name == "eps" and value < LEAST_EPS):
-            rule = f"be at least {LEAST_EPS} and finite" if name == "eps" else f"lie in [0, {below})"
-            raise ConfigError(f"{name} must {rule}, got {value}")
+        least, most = LEAST_EPS if name == "eps" else 0.0, MOST.get(name, sys.float_info.max)
+        if not (least <= value <= most) or (name.startswith("beta") and value == 1):
+            rule = f"be at least {least} and finite" if name == "eps" else f"lie in [0, {MOST.get(name, math.inf)}"
+            end = "" if name == "eps" else "]" if name in ("lr", "z_loss") else ")"
+            raise ConfigError(f"{name} must {rule}{end}, got {value}")
