@@ -79,8 +79,8 @@ def randint(high: int, *shape: int) -> torch.Tensor:
 
 @functools.cache
 def copy_rate(num_bytes: int) -> float:
-    """Bytes per second of a device copy that reads and writes so many in all, 1 GB at most."""
-    num_bytes = min(num_bytes, 8 * FLAT)
+    """Bytes per second of a device copy that reads and writes so many in all, 0.5 GB at most."""
+    num_bytes = min(num_bytes, 4 * FLAT)
 
     def make() -> Call:
         source, target = randn(num_bytes // 4), randn(num_bytes // 4)

@@ -88,11 +88,12 @@ def test_a_gpus_result_is_described_in_full(model_dir: Path) -> None:
     kinds = TimeByKind(dict(zip(KINDS, (0.4, 0.2, 0.1, 0.05, 0.1, 0.2), strict=True)), 1.0, 0.05, ("spooky",))
     metrics = [{"loss": 2.0, "grad_norm": 1.0}, {"loss": 1.0, "grad_norm": 3.0}]
     rounds = [[1.0, 9.0, 1.0], [2.0, 2.0, 2.0], [4.0, 4.0, 0.0]]
-    measured = bench.Measured(rounds, metrics, 3 * 10**9, [], [0.5e-3, 7.0, 0.6e-3], kinds)
+    measured = bench.Measured(rounds, metrics, 3 * 10**9, [], 4 * 10**9, [0.5e-3, 7.0, 0.6e-3], kinds)
     result = bench.described(config, TINY, Options(device="cpu").resolved(), 4, measured, (7, 9), ceiling=64.0)
     assert result["seconds_per_update"] == [1.0, 2.0, 4.0]
     assert result["tokens_per_sec"] == 4 * 2 * 8 / 2.0 and result["share_of_ceiling"] == 0.5
     assert result["host_ms_per_micro_step"] == pytest.approx(0.6)
+    assert (result["peak_memory_gb"], result["device_memory_gb"]) == (3.0, 4.0)
     assert result["time_by_kind_ms"] == pytest.approx(dict(zip(KINDS, (400, 200, 100, 50, 100, 200), strict=True)))
     assert result["time_by_kind_share"]["attention"] == pytest.approx(0.2)
     assert (result["overlap_ms"], result["profiled_update_ms"]) == pytest.approx((50, 1000))

@@ -14,14 +14,16 @@ BLOCK = 2048
 
 
 @triton.jit
-def offsets(start, D, x_stride, out_stride, GROUP: tl.constexpr, BLOCK: tl.constexpr):
-    """(in x, in out) of elements `start` to start + BLOCK of the rows laid end to end: [BLOCK / GROUP, GROUP].
+def offsets(n, D, x_stride, out_stride, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+    """(in x, in out, is there) of a program's elements, of the rows laid end to end: [BLOCK / GROUP, GROUP].
 
-    A group, in which elements are neighbours in memory, lies within one row.
+    A group, in which elements are neighbours in memory, lies within one row. Groups are counted in 32 bits.
     """
-    group = start // GROUP + tl.arange(0, BLOCK // GROUP)[:, None]
-    row, column = (group // (D // GROUP)).to(tl.int64), group % (D // GROUP) * GROUP + tl.arange(0, GROUP)[None, :]
-    return row * x_stride + column, row * out_stride + column
+    group = (tl.program_id(0) * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP))[:, None]
+    row, one = group // (D // GROUP), tl.arange(0, GROUP)[None, :]
+    column = (group - row * (D // GROUP)) * GROUP + one
+    exists = group.to(tl.int64) * GROUP + one < n
+    return row.to(tl.int64) * x_stride + column, row.to(tl.int64) * out_stride + column, exists
 
 
 @triton.jit(do_not_specialize=["threshold", "stream"])
@@ -41,8 +43,7 @@ def dropout_kernel(
     BLOCK: tl.constexpr,
 ):
     start = tl.program_id(0).to(tl.int64) * BLOCK
-    at, to = offsets(start, D, x_stride, out_stride, GROUP, BLOCK)
-    mask = start + tl.arange(0, BLOCK).reshape(BLOCK // GROUP, GROUP) < n
+    at, to, mask = offsets(n, D, x_stride, out_stride, GROUP, BLOCK)
     value = tl.load(x + at, mask=mask, other=0.0).to(tl.float32) * scale
     random = noise(rng, stream, start, BLOCK).reshape(BLOCK // GROUP, GROUP)
     value = tl.where(random >= threshold.to(tl.uint32), value, 0.0)

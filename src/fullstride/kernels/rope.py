@@ -18,8 +18,9 @@ from fullstride.kernels.partials import add_partials
 if TYPE_CHECKING:
     from fullstride.ops.rope import Rope
 
-# of the backward where it sums gradients: programs on a multiprocessor, and tokens on their way from memory in each
-PROGRAMS, STAGES = 4, 3
+# of the backward where it sums gradients: programs on a multiprocessor, and tokens on their way from memory in each,
+# of which a norm needs twice the bytes
+PROGRAMS, STAGES, NORM_STAGES = 4, 4, 3
 
 
 @triton.jit
@@ -297,6 +298,6 @@ def _launch_bwd(
         HAS_BIAS_GRAD=partial is not None and norms is None,
         BLOCK_HEADS=block_heads,
         BLOCK_HALF=block_half,
-        STAGES=1 if partial is None else STAGES,
+        STAGES=1 if partial is None else STAGES if norms is None else NORM_STAGES,
         num_warps=warps,
     )

@@ -52,6 +52,7 @@ SECTIONS = {
         "model_tflops_per_sec",
         "mfu",
         "peak_memory_gb",
+        "device_memory_gb",
         "host_ms_per_micro_step",
     ),
     "whether it trains": ("loss_first", "loss_last", "grad_norm_last", "dead_gradients"),
@@ -61,12 +62,14 @@ SECTIONS = {
 @dataclasses.dataclass(frozen=True)
 class Measured:
     """Seconds per update (all of them, in rounds), what update() returned, peak bytes, the tensors that got no
-    gradient; on a GPU also the host's seconds to issue a micro-step, and one more update's time by kind."""
+    gradient; on a GPU also the bytes that the driver counts as used on it, the host's seconds to issue a micro-step,
+    and one more update's time by kind."""
 
     rounds: list[list[float]]
     metrics: list[dict[str, float]]
     peak_bytes: int
     dead: list[str]
+    device_bytes: int | None = None
     host: list[float] | None = None
     kinds: TimeByKind | None = None
 
@@ -142,6 +145,7 @@ def described(
         "model_tflops_per_sec": flops / seconds / 1e12,
         "mfu": None if peak is None else flops / seconds / peak,
         "peak_memory_gb": measured.peak_bytes / 1e9,
+        "device_memory_gb": None if measured.device_bytes is None else measured.device_bytes / 1e9,
         "host_ms_per_micro_step": None if measured.host is None else 1e3 * statistics.median(measured.host),
         **described_kinds(measured.kinds),
         "loss_first": measured.metrics[0]["loss"],
@@ -211,8 +215,16 @@ def measure(trainer: Trainer, grad_accum: int, updates: int, lr: float) -> Measu
     measured = Measured(rounds, metrics, trainer.peak_memory(), sorted(dead))
     if trainer.device.type != "cuda":
         return measured
-    host = issue_times(trainer, pairs)
-    return dataclasses.replace(measured, host=host, kinds=profile(one_update))
+    device_bytes, host = used_bytes(), issue_times(trainer, pairs)
+    return dataclasses.replace(measured, device_bytes=device_bytes, host=host, kinds=profile(one_update))
+
+
+def used_bytes() -> int:
+    """What the driver counts as used on the current GPU: libraries and unused reserves too, and other programs'."""
+    import torch
+
+    free, total = torch.cuda.mem_get_info()
+    return total - free
 
 
 def issue_times(trainer: Trainer, pairs: list[tuple[np.ndarray, np.ndarray]]) -> list[float]:
