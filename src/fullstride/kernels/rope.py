@@ -195,8 +195,6 @@ def rope_fwd(
     out_NC: torch.Tensor,
 ) -> None:
     """See ops/rope. Rows may be strided. Moves 2 N (H + K) E elements."""
-    assert (q_norm_E is None) == (k_norm_E is None)
-    assert qkv_NC.stride(1) == out_NC.stride(1) == 1
     half = rope.cos.shape[1]
     block_heads, block_half, warps = _tile(num_heads + num_kv_heads, half)
     rope_fwd_kernel[(qkv_NC.shape[0], cdiv(num_heads + num_kv_heads, block_heads))](
@@ -239,8 +237,6 @@ def rope_bwd(
     Where the norm's weights or the bias train, a fixed number of programs loop over tokens and keep their shares of
     those gradients in registers; otherwise there is a program for each token.
     """
-    assert dbias_C is None or q_norm_E is None
-    assert (q_norm_E is None) == (k_norm_E is None)
     num_tokens, width = dqkv_NC.shape
     block_heads, *_ = _tile(width // dq_NHE.shape[2], rope.cos.shape[1])
     head_blocks = cdiv(width // dq_NHE.shape[2], block_heads)
@@ -273,7 +269,6 @@ def _launch_bwd(
     partial: torch.Tensor | None,
 ) -> None:
     """sources: dq, dk, dv. A kernel's pointer that it does not use is some tensor's."""
-    assert all(x.stride(2) == 1 for x in sources) and dqkv_NC.stride(1) == raw_NC.stride(1) == 1
     (num_tokens, num_heads, head_dim), num_kv_heads = sources[0].shape, sources[1].shape[1]
     block_heads, block_half, warps = _tile(num_heads + 2 * num_kv_heads, head_dim // 2)
     rope_bwd_kernel[grid](

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fullstride.ops.numerics import wide
+from fullstride.ops.numerics import check_rows, wide
 
 CPU_QUERIES = 256  # at a time: a long document's scores stay in the cache, and its masked half is mostly skipped
 
@@ -104,6 +104,7 @@ def attention_fwd(
 
     The libraries' attention has no out= form, so the results are new tensors, kept until the backward.
     """
+    check_rows(q_NHE, k_NKE, v_NKE)
     if q_NHE.is_cuda:
         from fullstride.kernels.attention import attention_fwd as kernel
 
@@ -125,6 +126,7 @@ def attention_bwd(
     documents: Documents,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq_NHE, dk_NKE, dv_NKE), new tensors; `out_NHE` and `saved` are what attention_fwd returned."""
+    check_rows(dout_NHE, q_NHE, k_NKE, v_NKE, out_NHE)
     if q_NHE.is_cuda:
         from fullstride.kernels.attention import attention_bwd as kernel
 

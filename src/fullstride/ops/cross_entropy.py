@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 
-from fullstride.ops.numerics import wide
+from fullstride.ops.numerics import check_rows, wide
 
 IGNORED = -100
 
@@ -49,6 +49,7 @@ def cross_entropy(
 
     targets_M: int32, -100 = ignored; z_loss: one element on the device, so that a captured graph sees new values.
     """
+    check_rows(logits_MV, targets_M, loss_M, lse_M)
     if logits_MV.is_cuda:
         from fullstride.kernels.cross_entropy import cross_entropy as kernel
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fullstride.ops.numerics import wide
+from fullstride.ops.numerics import check_rows, wide
 from fullstride.ops.rounding import noise_ref
 
 
@@ -32,6 +32,7 @@ def dropout(
 
     Rows may be strided; 0 <= p < 1.
     """
+    check_rows(x_ND, out_ND)
     if x_ND.is_cuda:
         from fullstride.kernels.dropout import dropout as kernel
 

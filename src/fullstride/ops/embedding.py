@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fullstride.ops.numerics import wide
+from fullstride.ops.numerics import check_rows, wide
 from fullstride.ops.rows import gather_rows
 
 
@@ -21,6 +21,7 @@ def embedding_fwd(table_VD: torch.Tensor, ids_N: torch.Tensor, out_ND: torch.Ten
 
 def embedding_bwd(dout_ND: torch.Tensor, ids_N: torch.Tensor, dtable_VD: torch.Tensor) -> None:
     """Adds into dtable_VD. Equal ids are summed in at least float32, in order of position, before the one addition."""
+    check_rows(dout_ND, ids_N, dtable_VD)
     if dout_ND.is_cuda:
         from fullstride.kernels.embedding import embedding_bwd as kernel
 

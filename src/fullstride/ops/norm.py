@@ -14,6 +14,7 @@ def sum_of_squares_ref(x_n: torch.Tensor) -> torch.Tensor:
 
 def sum_of_squares(x_n: torch.Tensor, out: torch.Tensor) -> None:
     """Overwrites out (one element, float32 or float64) with the sum of squares of x_n (contiguous)."""
+    assert x_n.is_contiguous()
     if x_n.is_cuda:
         from fullstride.kernels.norm import sum_of_squares as kernel
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from fullstride.ops.numerics import wide
+from fullstride.ops.numerics import check_rows, wide
 
 
 def rms_norm_fwd_ref(x_ND: torch.Tensor, weight_D: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -47,6 +47,7 @@ def rms_norm_fwd(
     Without a branch the residual is x itself, and residual_ND must be x_ND.
     """
     assert branch_ND is not None or residual_ND is x_ND
+    check_rows(x_ND, branch_ND, weight_D, residual_ND, normed_ND, rstd_N)
     if x_ND.is_cuda:
         from fullstride.kernels.rms_norm import rms_norm_fwd as kernel
 
@@ -71,6 +72,7 @@ def rms_norm_bwd(
 
     Adds into dweight_D (None: frozen). dx_ND may be dnormed_ND.
     """
+    check_rows(dnormed_ND, x_ND, weight_D, rstd_N, dresidual_ND, dx_ND, dweight_D)
     if x_ND.is_cuda:
         from fullstride.kernels.rms_norm import rms_norm_bwd as kernel
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fullstride.ops.numerics import wide
+from fullstride.ops.numerics import check_rows, wide
 from fullstride.ops.rms_norm import rms_norm_bwd_ref, rms_norm_fwd_ref
 
 
@@ -107,6 +107,8 @@ def rope_fwd(
     norm needs its input); values are neither read nor written.
     """
     assert out_NC is not qkv_NC or q_norm_E is None
+    assert (q_norm_E is None) == (k_norm_E is None)
+    check_rows(qkv_NC, positions_N, q_norm_E, k_norm_E, out_NC)
     if qkv_NC.is_cuda:
         from fullstride.kernels.rope import rope_fwd as kernel
 
@@ -140,6 +142,8 @@ def rope_bwd(
     dq, dk and dv may be strided in their first two dimensions.
     """
     assert dbias_C is None or q_norm_E is None
+    assert (q_norm_E is None) == (k_norm_E is None)
+    check_rows(dq_NHE, dk_NKE, dv_NKE, qkv_NC, positions_N, dqkv_NC, dq_norm_E, dk_norm_E, dbias_C)
     if dq_NHE.is_cuda:
         from fullstride.kernels.rope import rope_bwd as kernel
 

@@ -65,6 +65,7 @@ def stochastic_round_ref(x_n: torch.Tensor, noise_n: torch.Tensor) -> torch.Tens
 
 def stochastic_round(x_n: torch.Tensor, rng: torch.Tensor, stream: int, out_n: torch.Tensor) -> None:
     """Overwrites out_n (bf16, contiguous) with x_n (float32, contiguous), stochastically rounded."""
+    assert x_n.is_contiguous() and out_n.is_contiguous()
     if x_n.is_cuda:
         from fullstride.kernels.rounding import stochastic_round as kernel
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from fullstride.ops.numerics import check_rows
+
 
 def gather_rows_ref(x_ND: torch.Tensor, index_M: torch.Tensor) -> torch.Tensor:
     """out_MD: row index[m] of x, or zeros where index[m] is -1."""
@@ -18,6 +20,7 @@ def scatter_rows_ref(x_MD: torch.Tensor, index_M: torch.Tensor, out_ND: torch.Te
 
 def gather_rows(x_ND: torch.Tensor, index_M: torch.Tensor, out_MD: torch.Tensor) -> None:
     """Overwrites out_MD (x's dtype) with the rows index_M (int32) of x_ND; index -1 gives a row of zeros."""
+    check_rows(x_ND, index_M, out_MD)
     if x_ND.is_cuda:
         from fullstride.kernels.rows import gather_rows as kernel
 
@@ -27,6 +30,7 @@ def gather_rows(x_ND: torch.Tensor, index_M: torch.Tensor, out_MD: torch.Tensor)
 
 def scatter_rows(x_MD: torch.Tensor, index_M: torch.Tensor, out_ND: torch.Tensor) -> None:
     """Overwrites the rows index_M (int32, without duplicates but for -1, which is skipped) of out_ND with x_MD's."""
+    check_rows(x_MD, index_M, out_ND)
     if x_MD.is_cuda:
         from fullstride.kernels.rows import scatter_rows as kernel
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fullstride.ops.numerics import wide
+from fullstride.ops.numerics import check_rows, wide
 
 
 def swiglu_fwd_ref(gate_up_N2F: torch.Tensor) -> torch.Tensor:
@@ -22,6 +22,7 @@ def swiglu_bwd_ref(dout_NF: torch.Tensor, gate_up_N2F: torch.Tensor) -> torch.Te
 
 def swiglu_fwd(gate_up_N2F: torch.Tensor, out_NF: torch.Tensor) -> None:
     """Overwrites out_NF."""
+    check_rows(gate_up_N2F, out_NF)
     if gate_up_N2F.is_cuda:
         from fullstride.kernels.swiglu import swiglu_fwd as kernel
 
@@ -31,6 +32,7 @@ def swiglu_fwd(gate_up_N2F: torch.Tensor, out_NF: torch.Tensor) -> None:
 
 def swiglu_bwd(dout_NF: torch.Tensor, gate_up_N2F: torch.Tensor, dgate_up_N2F: torch.Tensor) -> None:
     """Overwrites dgate_up_N2F, which may be gate_up_N2F itself."""
+    check_rows(dout_NF, gate_up_N2F, dgate_up_N2F)
     if gate_up_N2F.is_cuda:
         from fullstride.kernels.swiglu import swiglu_bwd as kernel
 
