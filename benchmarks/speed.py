@@ -1,4 +1,7 @@
-"""The table of training speed: every configuration of benchmarks/results, one after the other in one process.
+"""The table of training speed: every configuration of benchmarks/results, each in a process of its own.
+
+A profiler that has once been attached to a process makes every later launch in it dearer, and the driver's memory
+counts what earlier runs left, so one process for all would measure the runs before.
 
     PYTHONPATH=src python3 benchmarks/speed.py OUT_DIRECTORY [NAME ...]
 
@@ -8,15 +11,11 @@ is used where it is installed.
 
 from __future__ import annotations
 
-import gc
+import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
-
-import torch
-
-from fullstride.config.commands import BenchConfig
-from fullstride.run.bench import run_bench
 
 LORA = {"model": "qwen3-4b", "method": "lora", "seq_len": 512, "updates": 1}
 RUNS: dict[str, dict[str, Any]] = {
@@ -25,8 +24,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "qwen2.5-3b-full": {"model": "qwen2.5-3b", "batch_size": 16, "updates": 1},
     "qwen2.5-7b-full": {"model": "qwen2.5-7b", "batch_size": 8, "updates": 1},
     "qwen3-4b-lora": {**LORA, "batch_size": 32},
-    "qwen3-4b-lora-12gb": {**LORA, "batch_size": 8, "recompute": ("block",), "head_chunks": 8},
-    "qwen3-4b-lora-11gb": {**LORA, "batch_size": 4, "recompute": ("block",), "head_chunks": 8},
+    "qwen3-4b-lora-12gb": {**LORA, "batch_size": 8, "recompute": "block", "head_chunks": 8},
+    "qwen3-4b-lora-11gb": {**LORA, "batch_size": 4, "recompute": "block", "head_chunks": 8},
 }
 
 
@@ -42,9 +41,10 @@ def main(out: str, *names: str) -> None:
     Path(out).mkdir(parents=True, exist_ok=True)
     rows = []
     for name in names or RUNS:
-        rows.append(row(name, run_bench(BenchConfig(json=f"{out}/{name}.json", **RUNS[name]))))
-        gc.collect()
-        torch.cuda.empty_cache()
+        result = Path(out) / f"{name}.json"
+        keys = [f"--{key.replace('_', '-')}={value}" for key, value in RUNS[name].items()]
+        subprocess.run([sys.executable, "-m", "fullstride", "bench", *keys, f"--json={result}"], check=True)
+        rows.append(row(name, json.loads(result.read_text())))
     print("\n| run | B x T | tokens/s | ceiling | share | MFU | peak GB | GB by the driver | host ms |")
     print("|---|---|---|---|---|---|---|---|---|")
     print("\n".join(rows))

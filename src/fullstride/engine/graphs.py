@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from fullstride.engine.graph_nodes import replace_memsets
+
 
 @dataclass
 class _Captured:
@@ -46,9 +48,11 @@ class Graphs:
     def _capture(self, work: Callable[[], Any]) -> _Captured:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
         torch.cuda.synchronize()
         torch.cuda.empty_cache()  # what the eager run held for the same work
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             result = work()
+        replace_memsets(graph)
+        graph.instantiate()
         return _Captured(graph, result)
