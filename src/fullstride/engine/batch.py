@@ -33,7 +33,6 @@ class HostBatch:
     packed: bool
     index: np.ndarray  # rows of the N tokens that are supervised
     targets: np.ndarray
-    tokens_1k: int  # supervised tokens in the first 1024 positions
 
     @property
     def tokens(self) -> int:
@@ -62,9 +61,6 @@ class HostBatch:
             packed=len(starts) > rows,
             index=index,
             targets=flat[index],
-            tokens_1k=int(np.count_nonzero(index % seq_len < FIRST_POSITIONS))
-            if seq_len > FIRST_POSITIONS
-            else len(index),
         )
 
 

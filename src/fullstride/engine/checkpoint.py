@@ -104,6 +104,6 @@ def load_checkpoint(engine: Engine, directory: str | Path, step: int | str = LAT
     for name, unit in engine.state.trained.items():
         for key, buffer in _buffers(unit).items():
             buffer.copy_(files[name].get(key))
-    engine.fold()
+    engine.parts_written()
     engine.start_from(updates)
     return extra

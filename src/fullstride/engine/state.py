@@ -1,7 +1,18 @@
-"""Everything that training keeps: weights, adapters, gradients, masters and moments, one flat buffer each a unit."""
+"""Everything that training keeps: weights, adapters, gradients, masters and moments, one flat buffer each a unit.
+
+ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054) shares flat buffers out to the ranks that train on different rows:
+
+    zero   masters, moments   gradients               weights
+    0      whole              whole, all-reduced      whole
+    1      part               whole, reduced to part  whole
+    2      part               part (blocks)           whole
+    3      part               part (blocks)           part, gathered for use
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -9,28 +20,47 @@ import torch
 from fullstride.memory.arena import Arena, FlatLayout
 from fullstride.model.lora import LoraSettings, adapter_columns, adapter_unit
 from fullstride.model.spec import ModelConfig, TensorSpec, Unit, parameter_table
-from fullstride.parallel.gradients import GradientUnit, UnshardedGradients
-from fullstride.parallel.weights import ReplicatedWeights
+from fullstride.parallel.comm import Communicator
+from fullstride.parallel.gradients import (
+    AllToAllGradients,
+    GradientShard,
+    GradientUnit,
+    ShardedGradients,
+    UnshardedGradients,
+)
+from fullstride.parallel.shards import ShardMap
+from fullstride.parallel.weights import GatheredWeights, ReplicatedWeights, Views, WeightUnit
 
 
 @dataclass(frozen=True)
 class Precision:
-    """dtypes of parameters (and gradients), their masters (None: no separate copy), and the two moments."""
+    """dtypes of parameters, their masters (None: no separate copy), the two moments, and gradients' sums (None: as
+    parameters)."""
 
     param: torch.dtype
     master: torch.dtype | None
     m: torch.dtype
     v: torch.dtype
+    grad: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """What ranks share out: the level `zero`, and whether blocks' gradients are exchanged by all-to-all."""
+
+    zero: int = 1
+    all_to_all: bool = False
 
 
 @dataclass(frozen=True)
 class TrainedUnit:
-    """A trained unit's flat buffers [layout.size]; `index` keys its rounding noise."""
+    """What this rank updates of a trained unit: elements `part` of its flat buffers, each [part]; `index` keys its
+    rounding noise."""
 
     layout: FlatLayout
+    part: slice
     param: torch.Tensor
     master: torch.Tensor | None
-    grad: torch.Tensor
     m: torch.Tensor
     v: torch.Tensor
     index: int
@@ -40,53 +70,161 @@ class State:
     """Allocates and holds a model's tensors; says which are trained.
 
     units: the base model's table and then the adapters'; trained: by unit name (all of the base in full training, the
-    adapters under LoRA).
+    adapters under LoRA). comm: the ranks that hold the same model; owners: those of them that share out the state.
     """
 
     def __init__(
-        self, config: ModelConfig, lora: LoraSettings | None, precision: Precision, arena: Arena, trains: bool = True
+        self,
+        config: ModelConfig,
+        lora: LoraSettings | None,
+        precision: Precision,
+        arena: Arena,
+        rng: torch.Tensor,
+        *,
+        trains: bool = True,
+        sharing: Sharing | None = None,
+        comm: Communicator | None = None,
     ) -> None:
+        """rng: of the micro-step, for the noise of gradients' sums (ops/rounding)."""
+        self._arena, self._precision, self._rng = arena, precision, rng
+        self._sharing, self._comm = sharing or Sharing(), comm or Communicator()
+        self.owners = self._comm if self._sharing.zero >= 1 else Communicator()
         self.base = parameter_table(config)
         layers = range(config.num_hidden_layers)
         self.adapters = () if lora is None else tuple(adapter_unit(config, lora, layer) for layer in layers)
         self.units = self.base + self.adapters
         margins = {} if lora is None else adapter_columns(lora)
-        layouts = {unit.name: _layout(unit, margins) for unit in self.units}
-        flats = {}
-        for unit in self.units:
-            segment = "weights" if unit in self.base else "adapters"
-            flats[unit.name] = arena.zeros(segment, (layouts[unit.name].size,), precision.param)
-        self.views = {name: layouts[name].views(flat) for name, flat in flats.items()}
-        extended = {name: layouts[name].extended_views(flat) for name, flat in flats.items()}
-        self.weights = ReplicatedWeights(
-            {unit: self.views[unit] | {f"{name}.extended": t for name, t in extended[unit].items()} for unit in flats}
-        )
+        self._layouts = {unit.name: _layout(unit, margins) for unit in self.units}
+        self._maps = {name: ShardMap(layout.size, self.owners.size) for name, layout in self._layouts.items()}
+        self.tied = config.tie_word_embeddings
+        self.weights = self._make_weights()
         self.trained: dict[str, TrainedUnit] = {}
         for index, unit in enumerate(self.units if trains else ()):
             if lora is None or unit in self.adapters:
-                layout, param = layouts[unit.name], flats[unit.name]
-                size = (layout.size,)
-                master = None if precision.master is None else arena.zeros("masters", size, precision.master)
-                grad = arena.zeros("gradients", size, precision.param)
-                m, v = arena.zeros("moments", size, precision.m), arena.zeros("moments", size, precision.v)
-                self.trained[unit.name] = TrainedUnit(layout, param, master, grad, m, v, index)
-        untied = not config.tie_word_embeddings
-        self.gradients = UnshardedGradients(
-            {n: GradientUnit(t.grad, t.layout.views(t.grad), t.layout.decayed) for n, t in self.trained.items()},
-            # a tied embedding's gradient is overwritten by the head's backward, which comes first
-            zero_whole=frozenset({"embedding"} if untied else ()),
-        )
+                self.trained[unit.name] = self._make_trained(unit.name, index)
+        self.gradients = self._make_gradients()
+
+    # ---- allocation
+
+    def _owned(self, unit: str) -> slice:
+        return self._maps[unit].owned(self.owners.rank)
+
+    def _shared_buffers(self, segment: str, slots: dict[str, str]) -> dict[str, torch.Tensor]:
+        """A whole flat buffer for every unit, those of one slot (by unit name) in one memory."""
+        sizes: dict[str, int] = {}
+        for unit, slot in slots.items():
+            sizes[slot] = max(sizes.get(slot, 0), self._maps[unit].whole)
+        buffers = {slot: self._arena.zeros(segment, (size,), self._precision.param) for slot, size in sizes.items()}
+        return {unit: buffers[slot][: self._maps[unit].whole] for unit, slot in slots.items()}
+
+    def _make_weights(self) -> ReplicatedWeights:
+        gathered = self._sharing.zero >= 3 and self.owners.size > 1
+        names = [unit.name for unit in self.units]
+        segments = {unit.name: "weights" if unit in self.base else "adapters" for unit in self.units}
+        sizes = {name: self._maps[name].part if gathered else self._maps[name].whole for name in names}
+        held = {name: self._arena.zeros(segments[name], (sizes[name],), self._precision.param) for name in names}
+        # an untied embedding is done with before the head is wanted
+        slots = {name: _turn(name) or ("ends" if not self.tied else name) for name in names}
+        flats = self._shared_buffers("gathered", slots) if gathered else held
+        units = {}
+        for name, flat in flats.items():
+            layout = self._layouts[name]
+            extended = {f"{tensor}.extended": view for tensor, view in layout.extended_views(flat).items()}
+            part = held[name] if gathered else flat[self._owned(name)]
+            units[name] = WeightUnit(flat, layout.views(flat) | extended, part)
+        self.views = {name: self._layouts[name].views(flat) for name, flat in flats.items()}
+        return GatheredWeights(units, self.owners) if gathered else ReplicatedWeights(units, self.owners)
+
+    def _make_trained(self, name: str, index: int) -> TrainedUnit:
+        precision, zeros, part = self._precision, self._arena.zeros, self._owned(name)
+        size = (self._maps[name].part,)
+        master = None if precision.master is None else zeros("masters", size, precision.master)
+        m, v = zeros("moments", size, precision.m), zeros("moments", size, precision.v)
+        return TrainedUnit(self._layouts[name], part, self.weights.shard(name), master, m, v, index)
+
+    def _make_gradients(self) -> UnshardedGradients:
+        """On one rank a part is the whole, so there is nothing to share out; sums in another dtype than the products'
+        have to be apart from what the backward writes, so then every unit has them."""
+        dtype = self._precision.grad or self._precision.param
+        apart = dtype != self._precision.param
+        assert self._sharing.zero >= 2 or not apart or self._comm.size == 1
+        sharded = apart or (self._sharing.zero >= 2 and self._comm.size > 1)
+        slots = {name: (_turn(name) if sharded else "") or name for name in self.trained}
+        flats = self._shared_buffers("gradients", slots)
+        units = {name: GradientUnit(flat, *self._gradient(name, flat)) for name, flat in flats.items()}
+        if not sharded:
+            return UnshardedGradients(units, self._comm)
+        blocks = frozenset(name for name in self.trained if _turn(name))
+        shards = {
+            name: GradientShard(self._arena.zeros("gradients", (self._maps[name].part,), dtype), unit.index)
+            for name, unit in self.trained.items()
+            if apart or name in blocks
+        }
+        if not self._sharing.all_to_all:
+            return ShardedGradients(units, self._comm, shards, blocks, self._rng)
+        received = self._shared_buffers("gradients", {name: slots[name] for name in shards})
+        return AllToAllGradients(units, self._comm, shards, blocks, self._rng, received)
+
+    def _gradient(self, name: str, flat: torch.Tensor) -> tuple[Views, slice, slice]:
+        """(views, what is added into from the start, this rank's part) of a unit's gradient."""
+        layout = self._layouts[name]
+        # the gradient of a tied embedding is overwritten by the head's backward, which comes first
+        matrices_too = name == "embedding" and not self.tied
+        return layout.views(flat), slice(0 if matrices_too else layout.decayed, layout.size), self._owned(name)
+
+    # ---- what is in them, whole
 
     def tensor(self, unit: Unit, spec: TensorSpec) -> torch.Tensor:
-        """One parameter."""
+        """One parameter, where weights are whole on every rank, or while the unit is open."""
         return self.views[unit.name][spec.name]
 
-    def values(self, unit: Unit) -> dict[str, torch.Tensor]:
-        """The tensors of `unit` in the most digits that there are: the masters', where it has them."""
+    @contextmanager
+    def open(self, unit: Unit) -> Iterator[Views]:
+        """The parameters of `unit`, whole, to read and to write: what is written must be the same on every rank.
+
+        A collective: all ranks open the same units in the same order.
+        """
+        self.weights.gather(unit.name)
+        self.weights.get(unit.name)
+        try:
+            yield self.views[unit.name]
+            self.weights.keep(unit.name)
+        finally:
+            self.weights.release(unit.name)
+
+    @contextmanager
+    def open_values(self, unit: Unit) -> Iterator[Views]:
+        """As `open`, in the most digits that there are: the masters', where `unit` has them."""
         trained = self.trained.get(unit.name)
         if trained is None or trained.master is None:
-            return self.views[unit.name]
-        return trained.layout.views(trained.master)
+            with self.open(unit) as views:
+                yield views
+            return
+        whole = trained.master
+        if self.owners.size > 1:
+            whole = whole.new_empty(self._maps[unit.name].whole)
+            self.owners.all_gather(trained.master, whole).wait()
+        yield trained.layout.views(whole)
+        trained.master.copy_(whole[trained.part])
+
+    def values(self, unit: Unit) -> Views:
+        """Copies on the CPU of what `open_values` gives. A collective."""
+        with self.open_values(unit) as views:
+            return {name: view.cpu().clone(memory_format=torch.contiguous_format) for name, view in views.items()}
+
+    def values_dtype(self, unit: Unit) -> torch.dtype:
+        """The dtype that `open_values` gives."""
+        precision = self._precision
+        return precision.master if precision.master and unit.name in self.trained else precision.param
+
+    def gradient(self, unit: Unit) -> Views:
+        """What this rank holds of the gradient of the loss sum, on the CPU, for debugging: its own rows' sum, or once
+        that is reduced all ranks' sum in this rank's part; zeros elsewhere and for a frozen unit."""
+        whole = torch.zeros(self._maps[unit.name].whole, dtype=self._precision.grad or self._precision.param)
+        if unit.name in self.trained:
+            part, values = self.gradients.held(unit.name)
+            whole[part] = values.cpu().to(whole.dtype)
+        return self._layouts[unit.name].views(whole)
 
     def params_written(self, units: tuple[Unit, ...]) -> None:
         """The parameters of `units` were written from outside: bring their masters, if any, up to date."""
@@ -96,10 +234,24 @@ class State:
                 unit.master.copy_(unit.param)
 
     def values_written(self) -> None:
-        """`values` were written from outside: bring the parameters up to date."""
+        """The most digits were written from outside: bring the parameters up to date."""
         for unit in self.trained.values():
             if unit.master is not None:
                 unit.param.copy_(unit.master)
+        self.parts_written()
+
+    def parts_written(self) -> None:
+        """This rank's parts of the trained parameters were written: spread them, as far as they are held whole."""
+        for name in self.trained:
+            self.weights.written(name)
+        self.weights.settle()
+
+
+def _turn(unit: str) -> str:
+    """Blocks of even and of odd number take turns in two buffers, their adapters too; "" for what is not a block."""
+    kind, _, rest = unit.partition(".")
+    number, _, adapter = rest.partition(".")
+    return f"{adapter or 'block'} {int(number) % 2}" if kind == "blocks" else ""
 
 
 def _layout(unit: Unit, margins: dict[str, int]) -> FlatLayout:

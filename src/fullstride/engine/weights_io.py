@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +23,7 @@ from fullstride.model.hf import (
     write_model,
 )
 from fullstride.model.lora import peft_config, read_peft_config
-from fullstride.model.spec import ModelConfig
+from fullstride.model.spec import ModelConfig, Part
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
@@ -39,9 +40,10 @@ def import_weights(engine: Engine, path: str | Path) -> None:
     checkpoint, state = Checkpoint(path), engine.state
     check_tensors(checkpoint, state.base, engine.config.tie_word_embeddings)
     for unit in state.base:
-        for spec in unit.tensors:
-            for part, tensor in read_parts(checkpoint, spec):
-                state.tensor(unit, spec)[part.start : part.stop].copy_(tensor)
+        with state.open(unit) as views:
+            for spec in unit.tensors:
+                for part, tensor in read_parts(checkpoint, spec):
+                    views[spec.name][part.start : part.stop].copy_(tensor)
     engine.params_written(state.base)
 
 
@@ -55,14 +57,30 @@ def export_model(
     engine: Engine, directory: str | Path, dtype: torch.dtype, source: Path | None, overwrite: bool
 ) -> None:
     """Write a Hugging Face directory as `dtype`, from the masters where there are any; tokenizer and generation
-    settings come from `source`, if given."""
+    settings come from `source`, if given. A collective: the first rank writes, the others hand over their parts."""
     state = engine.state
+    if engine.comm.rank:
+        for unit in state.base:
+            state.values(unit)
+        return
+
+    @functools.lru_cache(maxsize=1)  # parts are written in order, so each unit is brought here once
+    def brought(place: int) -> dict[str, torch.Tensor]:
+        return state.values(state.base[place])
+
+    def rows(place: int, name: str, part: Part) -> torch.Tensor:
+        return brought(place)[name][part.start : part.stop]
+
     tensors = (
-        (part.hf_name, tuple(rows.shape), rows.dtype, rows.cpu)
-        for unit in state.base
+        (
+            part.hf_name,
+            (part.stop - part.start, *spec.shape[1:]),
+            state.values_dtype(unit),
+            functools.partial(rows, i, spec.name, part),
+        )
+        for i, unit in enumerate(state.base)
         for spec in unit.tensors
         for part in spec.parts
-        for rows in (state.values(unit)[spec.name][part.start : part.stop],)
     )
     write_model(directory, engine.config, tensors, dtype=dtype, tokenizer_from=source, overwrite=overwrite)
 
@@ -72,35 +90,37 @@ def init_weights(engine: Engine, seed: int) -> None:
     (seed, its place in the table), so the values do not depend on what else is drawn."""
     state = engine.state
     for i, unit in enumerate(state.base):
-        for j, spec in enumerate(unit.tensors):
-            tensor = state.tensor(unit, spec)
-            if spec.decay:
-                generator = _generator(engine.device, seed, i, j)
-                # the same numbers for any strides
-                values = (
-                    tensor
-                    if tensor.is_contiguous()
-                    else torch.empty_like(tensor, memory_format=torch.contiguous_format)
-                )
-                values.normal_(0.0, engine.config.initializer_range, generator=generator)
-                if values is not tensor:
-                    tensor.copy_(values)
-            else:
-                tensor.fill_(0.0 if spec.name.endswith("bias") else 1.0)
+        with state.open(unit) as views:
+            for j, spec in enumerate(unit.tensors):
+                if spec.decay:
+                    generator = _generator(engine.device, seed, i, j)
+                    _normal(views[spec.name], engine.config.initializer_range, generator)
+                else:
+                    views[spec.name].fill_(0.0 if spec.name.endswith("bias") else 1.0)
     engine.params_written(state.base)
+
+
+def _normal(out: torch.Tensor, deviation: float, generator: torch.Generator) -> None:
+    """Overwrites `out` with the same numbers for any strides."""
+    if out.is_contiguous():
+        out.normal_(0.0, deviation, generator=generator)
+        return
+    packed = torch.empty_like(out, memory_format=torch.contiguous_format)
+    out.copy_(packed.normal_(0.0, deviation, generator=generator))
 
 
 def init_adapters(engine: Engine, seed: int) -> None:
     """A uniform in +-1/sqrt(inputs) (PEFT's kaiming_uniform with a = sqrt(5)), B zero: the model starts unchanged."""
     state = engine.state
     for i, unit in enumerate(state.adapters):
-        for j, spec in enumerate(unit.tensors):
-            tensor = state.tensor(unit, spec)
-            if spec.name.endswith(".a"):
-                bound = 1 / math.sqrt(spec.shape[1])
-                tensor.uniform_(-bound, bound, generator=_generator(engine.device, seed, len(state.base) + i, j))
-            else:
-                tensor.zero_()
+        with state.open(unit) as views:
+            for j, spec in enumerate(unit.tensors):
+                if spec.name.endswith(".a"):
+                    bound = 1 / math.sqrt(spec.shape[1])
+                    generator = _generator(engine.device, seed, len(state.base) + i, j)
+                    views[spec.name].uniform_(-bound, bound, generator=generator)
+                else:
+                    views[spec.name].zero_()
     engine.params_written(state.adapters)
 
 
@@ -110,22 +130,28 @@ def _generator(device: torch.device, seed: int, unit: int, tensor: int) -> torch
 
 
 def _adapter_tensors(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
-    """(PEFT name, rows of our tensor), from the masters where there are any, since they know more digits."""
+    """(PEFT name, rows of our tensor, to read or write until the next), from the masters where there are any: they know
+    more digits. A collective."""
     for unit in engine.state.adapters:
-        views = engine.state.values(unit)
-        for spec in unit.tensors:
-            for part in spec.parts:
-                yield part.hf_name, views[spec.name][part.start : part.stop]
+        with engine.state.open_values(unit) as views:
+            for spec in unit.tensors:
+                for part in spec.parts:
+                    yield part.hf_name, views[spec.name][part.start : part.stop]
 
 
 def export_adapter(engine: Engine, directory: str | Path, source: Path | None, overwrite: bool) -> None:
     """Write the adapters as a PEFT directory (adapter_config.json, adapter_model.safetensors), whole or not at all.
 
-    `source` is the base model's directory, if it came from one: it is named, and its tokenizer is copied.
+    `source` is the base model's directory, if it came from one: it is named, and its tokenizer is copied. A collective:
+    the first rank writes.
     """
     if engine.lora is None:
         raise ConfigError("there is no adapter to export: the trainer has method = full; use export_model")
-    tensors = {name: tensor.cpu().contiguous() for name, tensor in _adapter_tensors(engine)}
+    tensors = {
+        name: tensor.cpu().clone(memory_format=torch.contiguous_format) for name, tensor in _adapter_tensors(engine)
+    }
+    if engine.comm.rank:
+        return
     with whole_directory(Path(directory), overwrite) as new:
         save_tensors(tensors, new / ADAPTER_WEIGHTS, {"format": "pt"})
         write_json(new / "adapter_config.json", peft_config(engine.lora, None if source is None else str(source)))

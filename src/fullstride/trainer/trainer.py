@@ -344,9 +344,12 @@ class Trainer:
             raise ConfigError("gradients exist between step and update; call step first")
         found = {}
         for unit in engine.state.units:
-            for spec in unit.tensors if unit.name in engine.state.trained else ():
-                grad = engine.state.gradients.full(unit.name)[spec.name]
-                found |= {part.hf_name: grad[part.start : part.stop].cpu().clone() for part in spec.parts}
+            if unit.name not in engine.state.trained:
+                continue
+            views = engine.state.gradient(unit)
+            for spec in unit.tensors:
+                grad = views[spec.name]
+                found |= {part.hf_name: grad[part.start : part.stop] for part in spec.parts}
         return found
 
     def _check_rank(self, rank: int) -> None:
