@@ -136,10 +136,10 @@ class Engine:
     # ---- forward and backward of one micro-step
 
     def _context(self, training: bool) -> BlockContext:
-        documents = self.batch.documents
+        documents, first_row = self.batch.documents, self.comm.rank * self.settings.rows * self.settings.seq_len
         return BlockContext(
             self.config,
-            LinearContext(self.matmul, self.scratch, self.batch.rng, training),
+            LinearContext(self.matmul, self.scratch, self.batch.rng, training, first_row),
             self.rope,
             self.batch.positions,
             documents,

@@ -47,9 +47,10 @@ def philox_ref(rng: torch.Tensor, stream: int, num_counters: int, first: int = 0
 
 
 def noise_ref(rng: torch.Tensor, stream: int, numel: int, first: int = 0) -> torch.Tensor:
-    """int64 [numel], each in [0, 2**16): the noise of elements first .. first+numel-1; first is a multiple of 8."""
-    words = philox_ref(rng, stream, (numel + 7) // 8, first // 8)
-    return torch.stack([words & 0xFFFF, words >> 16], dim=1).view(-1)[:numel]
+    """int64 [numel], each in [0, 2**16): the noise of elements first .. first+numel-1."""
+    skipped = first % 8
+    words = philox_ref(rng, stream, (skipped + numel + 7) // 8, first // 8)
+    return torch.stack([words & 0xFFFF, words >> 16], dim=1).view(-1)[skipped : skipped + numel]
 
 
 def stochastic_round_ref(x_n: torch.Tensor, noise_n: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,90 @@
+"""The harness over ranks: whatever they share out, they train as one process does."""
+
+from __future__ import annotations
+
+import itertools
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.parity.harness import (
+    LORA,
+    OPTIMIZERS,
+    Split,
+    Trace,
+    check_equal,
+    cover_pairs,
+    run,
+    same_bits,
+)
+
+pytestmark = pytest.mark.xdist_group("ranks")  # one worker has the processes
+
+METHODS = {"full": {}, "lora": LORA}
+FEATURES = {
+    "ranks": (2, 4),
+    # rows: ten, or five packed ones; with 4 ranks and 3 or 4 micro-steps some ranks have none at the end, and with 4
+    # the window ends before the last micro-step
+    "accumulation": (1, 3, 4),
+    "zero": (0, 1, 2, 3),
+    "all_to_all": (False, True),
+    "packing": (False, True),
+    "recompute": ((), ("block",)),
+    "method": ("full", "lora"),
+    "model": ("tied", "untied"),
+    "optimizer": tuple(OPTIMIZERS),
+}
+
+
+def combinations() -> list[dict[str, Any]]:
+    every = (dict(zip(FEATURES, values, strict=True)) for values in itertools.product(*FEATURES.values()))
+    return [c for c in every if c["zero"] >= 2 or not c["all_to_all"]]
+
+
+@cache
+def reference(optimizer: str, method: str, model: str) -> Trace:
+    return run(Split(), optimizer, METHODS[method], Path(), model)
+
+
+def check(combination: dict[str, Any]) -> None:
+    split = {**combination}
+    optimizer, method, model = (split.pop(name) for name in ("optimizer", "method", "model"))
+    found = run(Split(**split), optimizer, METHODS[method], Path(), model)
+    check_equal(found, reference(optimizer, method, model))
+
+
+def name(combination: dict[str, Any]) -> str:
+    return " ".join(f"{key}={value}" for key, value in combination.items())
+
+
+@pytest.mark.parametrize("combination", cover_pairs(combinations()), ids=name)
+def test_pairs_of_features(combination: dict[str, Any]) -> None:
+    check(combination)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("combination", combinations(), ids=name)
+def test_all_combinations(combination: dict[str, Any]) -> None:
+    check(combination)
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_dropout_is_that_of_one_process(zero: int) -> None:
+    """Noise belongs to a row among all ranks' rows: with one micro-step an update the same masks are drawn."""
+    method = LORA | {"lora_dropout": 0.3}
+    found = run(Split(ranks=2, zero=zero), "adamw", method, Path())
+    expected = run(Split(), "adamw", method, Path())
+    check_equal(found, expected)
+    assert abs(expected.loss[-1] - reference("adamw", "lora", "tied").loss[-1]) > 1e-3  # it is at work
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("all_to_all", [False, True])
+def test_gathered_weights_give_the_bits_of_weights_that_stay(method: str, all_to_all: bool) -> None:
+    a, b = (
+        run(Split(ranks=2, accumulation=3, zero=zero, all_to_all=all_to_all), "adamw", METHODS[method], Path())
+        for zero in (2, 3)
+    )
+    same_bits(a, b)
