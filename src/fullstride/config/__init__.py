@@ -146,15 +146,16 @@ class Options:
     def _check_precision(self) -> None:
         if self.matmul == "fp8":
             raise UsageError("matmul = fp8 does not work yet; what works now is to leave it out (products in dtype)")
-        for name in ("matmul", "grad_dtype"):
-            value = getattr(self, name)
-            if value and self.dtype and value != self.dtype:
+        if self.matmul and self.dtype and self.matmul != self.dtype:
+            raise UsageError(
+                f"matmul = {self.matmul} beside dtype = {self.dtype} does not work yet; "
+                f"what works now is matmul = {self.dtype}, or leaving it out"
+            )
+        for name in ("master_dtype", "grad_dtype"):
+            if self.dtype == "fp32" and getattr(self, name) == "bf16":
                 raise UsageError(
-                    f"{dashed(name)} = {value} beside dtype = {self.dtype} does not work yet; "
-                    f"what works now is {dashed(name)} = {self.dtype}, or leaving it out"
+                    f"{dashed(name)} = bf16 is coarser than dtype = fp32; set dtype = bf16 or leave it out"
                 )
-        if self.dtype == "fp32" and self.master_dtype == "bf16":
-            raise UsageError("master-dtype = bf16 is coarser than dtype = fp32; set dtype = bf16 or leave it out")
 
     def resolved(self) -> Self:
         """The same configuration with everything automatic decided (this looks at the machine)."""
