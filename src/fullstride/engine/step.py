@@ -195,6 +195,7 @@ class Engine:
         The host's part is one copy into the static buffers; the rest runs in pieces that graphs replay. What they
         depend on besides the buffers is in their keys.
         """
+        assert self.comm.size == 1 or self.micro_steps < self.settings.grad_accum, "the last one was reduced"
         self.batch.load(host, (self.settings.seed, self.updates + 1, self.micro_steps), z_loss)
         gradients, run = self.state.gradients, self.graphs.run
         gradients.start_micro_step(self.micro_steps == 0, self.micro_steps + 1 == self.settings.grad_accum)
@@ -277,7 +278,7 @@ class Engine:
         """Divide by the supervised tokens, clip by the global norm, AdamW. Statistics of the update's micro-steps, all
         ranks'; there must have been a supervised token on one of them."""
         self.optimizer.load((self.settings.seed, step, 0), grad_clip, step=step, **hyper)
-        self.graphs.run(("update", self.state.gradients.variant), self._update_piece)
+        self.graphs.run(("update", self.state.gradients.reduced), self._update_piece)
         loss, loss_1k, lse_sum, tokens, tokens_1k, lse_max = self._stats.tolist()
         result = {
             "loss": loss / tokens,

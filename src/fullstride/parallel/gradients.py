@@ -56,8 +56,13 @@ class UnshardedGradients:
 
     @property
     def variant(self) -> Hashable:
-        """What the work of a micro-step and of `finish` depends on: for the keys of captured graphs."""
+        """What the work of a micro-step depends on, for the keys of captured graphs."""
         return self._first, self._last and self._comm.size > 1
+
+    @property
+    def reduced(self) -> bool:
+        """Whether `finish` finds everything reduced."""
+        return self._last or self._comm.size == 1
 
     def start_micro_step(self, first: bool, last: bool) -> None:
         """first, last: of the update."""
@@ -104,7 +109,7 @@ class UnshardedGradients:
 
     def finish(self) -> None:
         """The update begins; what the last micro-step would have reduced is reduced now."""
-        if not self._last:
+        if not self.reduced:
             for unit in self._units:
                 self._reduce(unit)
             self.end_micro_step()
