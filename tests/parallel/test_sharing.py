@@ -57,14 +57,14 @@ def whole_values(trainer: RankTrainer) -> dict[str, torch.Tensor]:
 
 
 def train(
-    comm: Communicator, options: dict[str, Any], sharing: Sharing, updates: int
+    comm: Communicator, options: dict[str, Any], sharing: Sharing, updates: int, grad_clip: float = 1.0
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses, and the weights that this rank computes with."""
     trainer, losses = make(comm, options, 2, sharing=sharing), []
     for update in range(updates):
         for micro_step in range(2):
             trainer.step(*arrays(comm.size, seed=2 * (update % 3) + micro_step))
-        losses.append(trainer.update(**HYPER)["loss"])
+        losses.append(trainer.update(**HYPER | {"grad_clip": grad_clip})["loss"])
     state, held = trainer.engine.state, {}
     for unit in state.units:
         with state.open(unit) as views:
@@ -89,6 +89,14 @@ def test_gathered_weights_and_repeats_give_the_same_bits_in_bf16(all_to_all: boo
     runs = [together(2, train, BF16, Sharing(zero, all_to_all), 4)[0] for zero in (2, 3, 3)]
     for _, weights in runs[1:]:
         assert all(torch.equal(weights[name], runs[0][1][name]) for name in weights)
+
+
+def test_parts_are_rounded_as_the_whole_in_bf16() -> None:
+    """Two ranks' gradients have one sum, whatever the order, and without a clip nothing but it enters the update: what
+    two owners make of their parts are the bits that one makes of the whole."""
+    (_, whole), _ = together(2, train, BF16, Sharing(0), 4, 0.0)
+    (_, parts), _ = together(2, train, BF16, Sharing(1), 4, 0.0)
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
 
 
 def train_poisoned(comm: Communicator, method: dict[str, Any]) -> Any:
