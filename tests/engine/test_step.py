@@ -129,7 +129,7 @@ def test_folded_adapters_follow_every_change(targets: tuple[str, ...], directory
                     continue
                 (outputs, inputs), extended = linear.shape, linear.extended
                 assert extended is not None and extended.data_ptr() == linear.weight.data_ptr()  # type: ignore[union-attr]
-                beside = torch.zeros(outputs, linear.spare)
+                beside = torch.zeros(outputs, linear.adapter.a.shape[0])
                 for i, b in enumerate(linear.adapter.b):
                     beside[b.start : b.stop, i * 3 : (i + 1) * 3] = b.weight
                 assert torch.equal(extended[:outputs, inputs:], beside)

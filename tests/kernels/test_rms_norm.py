@@ -37,9 +37,9 @@ def test_forward(place: Place, num_rows: int, width: int, has_branch: bool, spac
 @pytest.mark.parametrize(("num_rows", "width"), SIZES)
 @pytest.mark.parametrize("has_residual", [False, True])
 @pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("in_place_of", ["nothing", "dnormed", "x"])
 def test_backward(
-    place: Place, num_rows: int, width: int, has_residual: bool, frozen: bool, in_place: bool, spaced: bool
+    place: Place, num_rows: int, width: int, has_residual: bool, frozen: bool, in_place_of: str, spaced: bool
 ) -> None:
     from fullstride.kernels.rms_norm import rms_norm_bwd
 
@@ -53,7 +53,7 @@ def test_backward(
         dx_ref += high(dresidual)
     if dweight is not None:
         dweight_ref += high(dweight)
-    dx = dnormed if in_place else rows(place.poisoned(num_rows, width))
+    dx = {"nothing": rows(place.poisoned(num_rows, width)), "dnormed": dnormed, "x": x}[in_place_of]
     rms_norm_bwd(dnormed, x, weight, rstd, dresidual, dx, dweight)
 
     assert_close(dx, dx_ref)
@@ -72,9 +72,10 @@ def test_backward_repeats_bitwise(gpu: torch.device, dtype: torch.dtype) -> None
     dnormed, x, weight = place.randn(16384, 896), place.randn(16384, 896), place.randn(896)
     rstd = torch.rsqrt(x.float().square().mean(-1) + EPS)
     results = []
-    for _ in range(20):
-        dx, dweight = place.poisoned(16384, 896), torch.zeros_like(weight)
-        rms_norm_bwd(dnormed, x, weight, rstd, None, dx, dweight)
+    for i in range(20):
+        # in the place of x too: what is read ahead there must not have been written
+        dx, dweight = x.clone() if i % 2 else place.poisoned(16384, 896), torch.zeros_like(weight)
+        rms_norm_bwd(dnormed, dx if i % 2 else x, weight, rstd, None, dx, dweight)
         results.append((dx, dweight))
     for dx, dweight in results[1:]:
         assert_same_bits(dx, results[0][0])

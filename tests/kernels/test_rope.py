@@ -48,14 +48,19 @@ def test_forward(place: Place, num_heads: int, num_kv_heads: int, head_dim: int,
         assert_spare_untouched(out)
 
 
+@pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("trained", ["both", "k", "bias", "neither"])
 @pytest.mark.parametrize("has_norm", [False, True])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), SIZES)
-def test_backward(place: Place, num_heads: int, num_kv_heads: int, head_dim: int, has_norm: bool, trained: str) -> None:
+def test_backward(
+    place: Place, num_heads: int, num_kv_heads: int, head_dim: int, has_norm: bool, trained: str, in_place: bool
+) -> None:
     from fullstride.kernels.rope import rope_bwd
 
     if has_norm == (trained == "bias") and trained != "neither":
         pytest.skip("a norm and a bias exclude one another")
+    if in_place and not has_norm:
+        pytest.skip("without a norm nothing is read there")
     width = (num_heads + 2 * num_kv_heads) * head_dim
     rope, rope_ref = make_rope(place, head_dim)
     positions = place.randint(64, NUM_TOKENS)
@@ -69,14 +74,15 @@ def test_backward(place: Place, num_heads: int, num_kv_heads: int, head_dim: int
     dbias = place.randn(width) if trained == "bias" else None
     dbias_before = None if dbias is None else high(dbias)
     before = [None if x is None else high(x) for x in (dq_norm, dk_norm)]
-    dqkv = place.spaced(place.poisoned(NUM_TOKENS, width))
+    raw_qkv = None if qkv is None else high(qkv)
+    dqkv = qkv if in_place and qkv is not None else place.spaced(place.poisoned(NUM_TOKENS, width))
     rope_bwd(dq, dk, dv, qkv, positions, rope, *norms, dqkv, dq_norm, dk_norm, dbias)
 
     for dx, start, norm, dnorm, dnorm_before in (
         (dq, 0, norms[0], dq_norm, before[0]),
         (dk, num_heads, norms[1], dk_norm, before[1]),
     ):
-        raw = None if qkv is None else heads(high(qkv), start, dx.shape[1], head_dim)
+        raw = None if raw_qkv is None else heads(raw_qkv, start, dx.shape[1], head_dim)
         weight = None if norm is None else high(norm)
         dx_ref, dnorm_ref = rope_bwd_ref(high(dx), raw, positions.cpu(), rope_ref, weight)
         # with a head of two the norm's gradient nearly cancels: eps / x ** 2 of it is left
@@ -89,3 +95,29 @@ def test_backward(place: Place, num_heads: int, num_kv_heads: int, head_dim: int
         assert_close(dbias, dbias_before + torch.cat([*parts, high(dv)], dim=1).flatten(1).sum(0))
     assert_same_bits(heads(dqkv, num_heads + num_kv_heads, num_kv_heads, head_dim), dv)
     assert_spare_untouched(dqkv)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("trained", [False, True])
+def test_backward_in_place_of_what_it_reads(gpu: torch.device, trained: bool) -> None:
+    """At a training size, where programs have tokens on their way: the same bits as beside it."""
+    from fullstride.kernels.rope import rope_bwd
+
+    place, num_tokens, (num_heads, num_kv, head_dim) = Place(gpu, torch.bfloat16), 16384, (32, 8, 128)
+    rope, _ = make_rope(place, head_dim)
+    positions = place.randint(64, num_tokens)
+    dq, dk, dv = (place.randn(num_tokens, heads, head_dim) for heads in (num_heads, num_kv, num_kv))
+    norms, qkv = (
+        (place.randn(head_dim), place.randn(head_dim)),
+        place.randn(num_tokens, (num_heads + 2 * num_kv) * head_dim),
+    )
+    results = []
+    for in_place in (False, *[True] * 5):
+        raw = qkv.clone()
+        out = raw if in_place else place.poisoned(*qkv.shape)
+        dq_norm, dk_norm = (torch.zeros_like(x) if trained else None for x in norms)
+        rope_bwd(dq, dk, dv, raw, positions, rope, *norms, out, dq_norm, dk_norm, None)
+        results.append([x for x in (out, dq_norm, dk_norm) if x is not None])
+    for result in results[1:]:
+        for again, first in zip(result, results[0], strict=True):
+            assert_same_bits(again, first)

@@ -85,7 +85,6 @@ class Decoder:
                 positions,
                 documents,
                 lambda q, k, v, layer=layer: (self._attend(layer, start, q, k, v), ()),
-                engine.adapted,
             )
             residual, branch = block_fwd(engine.block(layer), s, ctx, residual, branch)
         self.length = start + n

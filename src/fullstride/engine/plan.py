@@ -64,12 +64,9 @@ def take_scratch(engine: Engine) -> None:
             engine.scratch(name, (rows, columns), dtype, engine.adapted.get(linear, 0))
 
     take("branch dnormed final_x final_normed", tokens, width)
-    take("dx_even dx_odd", tokens, width, "down")
+    take("dy", tokens, width, "down")
     take("dact", tokens, ffn)
-    take("dgate_up", tokens, 2 * ffn, "gate_up")
-    take("dmid", tokens, width, "o")
     take("dattn", tokens, c.q_size)
-    take("dqkv", tokens, c.q_size + 2 * c.kv_size, "qkv")
     take("head_x head_dx", chunk, width)
     take("logits", chunk, c.vocab_size)
     engine.scratch("final_rstd", (tokens,), engine.rope.cos.dtype)

@@ -144,7 +144,6 @@ class Engine:
             self.batch.positions,
             documents,
             lambda q, k, v: attention_fwd(q, k, v, documents),
-            self.adapted,
         )
 
     def _forward(self, ctx: BlockContext, saved: list[Saved]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -237,21 +236,22 @@ class Engine:
     def _backward_piece(self) -> None:
         """From the head down to the embedding (LoRA: to the lowest adapter)."""
         gradients, ctx = self.state.gradients, self._context(training=True)
-        dy, dx = (ctx.dy_buffer(name, "down", self.saved[0]["x"]) for name in ("dx_even", "dx_odd"))
+        shape = tuple(self.saved[0]["x"].shape)
+        dy = self.scratch("dy", shape, self.dtype, self.adapted.get("down", 0))
         self._add_statistics()
-        head_end(self.head(), self._head(gradients.full), self._head_context(), dy[:, : self.config.hidden_size])
+        head_end(self.head(), self._head(gradients.full), self._head_context(), dy[:, : shape[1]])
         self._release_head()
         gradients.notify("head")
         for layer in self._gathered(range(self.config.num_hidden_layers)[::-1]):
             w, g, s = self.block(layer), self._assemble(layer, gradients.take), self.saved[layer]
             until = self.lora.lowest if self.lora is not None and layer == 0 else None
             block_recompute(w, s, ctx, self.settings.recompute)
-            block_dgrad(w, g, s, ctx, dy, dx, until)
+            block_dgrad(w, g, s, ctx, dy, until)
             block_wgrad(w, g, s, ctx, dy, gradients.accumulates(self._units(layer)[-1]), until)
             s.attention = ()
             for unit in self._units(layer):
                 gradients.notify(unit)
-            dy, dx = dx, dy
+            dy = s.extended("x")
         if self.lora is None:
             embedding_bwd(dy, self.batch.ids, gradients.full("embedding")["embedding"])
             gradients.notify("embedding")
@@ -337,7 +337,7 @@ class Engine:
         self.batch.load(host, (self.settings.seed, 0, 0), 0.0)
         ctx, head_ctx = self._context(training=False), self._head_context()
         # nothing is kept, so all layers may write one layer's buffers
-        s = Saved(self.saved[0].tensors)
+        s = Saved(self.saved[0].tensors, self.saved[0].with_spare)
         residual, branch = self._forward(ctx, [s] * self.config.num_hidden_layers)
         head_begin(self.head(), head_ctx, residual, branch, self.batch.head)
         for i in range(self.batch.head.num_chunks):

@@ -31,13 +31,19 @@ class SavedTensor:
 
 @dataclass
 class Saved:
-    """The saved tensors of one layer by name, and what attention returned (out and its statistics)."""
+    """The saved tensors of one layer by name, without and with their spare columns, and what attention returned (out
+    and its statistics)."""
 
     tensors: dict[str, torch.Tensor]
+    with_spare: dict[str, torch.Tensor]
     attention: tuple[torch.Tensor, ...] = field(default=())
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self.tensors[name]
+
+    def extended(self, name: str) -> torch.Tensor:
+        """The tensor with its spare columns."""
+        return self.with_spare[name]
 
 
 def allocate_saved(
@@ -57,6 +63,11 @@ def allocate_saved(
         whole = arena.zeros(segment, shape, stats if row.wide else dtype)
         return whole[:, : row.columns + row.spare] if row.spare else whole
 
+    def layer() -> Saved:
+        tensors = {row.name: buffer(row, "activations") for row in kept} | shared
+        own = {row.name: tensors[row.name][:, : row.columns] if row.spare else tensors[row.name] for row in table}
+        return Saved(own, tensors)
+
     shared = {row.name: buffer(row, "scratch") for row in table if row.dropped_by & recompute}
     kept = [row for row in table if row.name not in shared]
-    return [Saved({row.name: buffer(row, "activations") for row in kept} | shared) for _ in range(num_layers)]
+    return [layer() for _ in range(num_layers)]

@@ -6,8 +6,9 @@
     act  = silu(gate) * up              branch = act Wdown^T
 
 The residual stream travels as a pair (residual, branch): the addition happens inside the next norm. LoRA, recompute and
-the KV cache enter as arguments; there is no second block. See model/spec for the shape legend, and model/linear for the
-spare columns that an adapted linear's input and output gradient have (normed, act; dqkv, dmid, dgate_up, dy).
+the KV cache enter as arguments; there is no second block. In the backward the gradients of x, qkv, mid and gate_up take
+the places of those tensors. See model/spec for the shape legend, and model/linear for the spare columns that an adapted
+linear's input and output gradient have.
 """
 
 from __future__ import annotations
@@ -42,11 +43,14 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor
 
 
 class SavedTensors(Protocol):
-    """What one layer keeps for its backward (memory/saved): tensors by name, and what attention returned."""
+    """What one layer keeps for its backward (memory/saved): tensors by name, without or with their spare columns, and
+    what attention returned."""
 
     attention: tuple[torch.Tensor, ...]
 
     def __getitem__(self, name: str) -> torch.Tensor: ...
+
+    def extended(self, name: str) -> torch.Tensor: ...
 
 
 SavedRow = tuple[str, int, frozenset[str], bool, int]
@@ -55,12 +59,15 @@ SavedRow = tuple[str, int, frozenset[str], bool, int]
 def saved_table(c: ModelConfig, spare: Mapping[str, int]) -> list[SavedRow]:
     """What a block keeps: (name, columns per token, recompute flags that drop it, float32 always, spare columns).
 
-    Producer and readers stand in the functions below. `spare`: columns of u of each linear that has an adapter, which
-    lie beside its x. Attention's output and statistics come as new tensors from its library (see ATTENTION_DROPPED_BY),
-    so o's u lies apart.
+    Producer and readers stand in the functions below. `spare`: columns of u and du of each linear that has an adapter.
+    They lie beside its input, and beside its output, whose place the output's gradient takes. x and mid are no linear's
+    outputs, but mid and o's branch have one gradient, and so have x and the branch of the block below. Attention's
+    output and statistics come as new tensors from its library (see ATTENTION_DROPPED_BY), so o's u lies apart.
     """
     qkv_columns = c.q_size + 2 * c.kv_size
-    beside = {"attn_normed": spare.get("qkv", 0), "mlp_normed": spare.get("gate_up", 0), "act": spare.get("down", 0)}
+    inputs = {"attn_normed": "qkv", "mlp_normed": "gate_up", "act": "down"}
+    outputs = {"x": "down", "qkv": "qkv", "mid": "o", "gate_up": "gate_up"}
+    beside = {name: spare.get(linear, 0) for name, linear in (inputs | outputs).items()}
     rows: list[tuple[str, int, tuple[str, ...], bool]] = [
         ("x", c.hidden_size, (), False),
         ("attn_rstd", 0, (), True),
@@ -114,23 +121,10 @@ class BlockContext:
     positions_N: torch.Tensor
     documents: Documents
     attend: Attend
-    spare: Mapping[str, int]  # columns of u and du of each linear that has an adapter
 
     def buffer(self, name: str, columns: int, like: torch.Tensor) -> torch.Tensor:
         """Scratch [N, columns] of `like`'s dtype."""
         return self.linear.scratch(name, (like.shape[0], columns), like.dtype)
-
-    def dy_buffer(self, name: str, linear: str, like: torch.Tensor) -> torch.Tensor:
-        """Scratch for the gradient of a linear's output, [N, O + S] of `like`'s dtype."""
-        shape = like.shape[0], self.outputs(linear)
-        return self.linear.scratch(name, shape, like.dtype, self.spare.get(linear, 0))
-
-    def outputs(self, linear: str) -> int:
-        """O of a linear."""
-        c = self.config
-        if linear == "qkv":
-            return c.q_size + 2 * c.kv_size
-        return 2 * c.intermediate_size if linear == "gate_up" else c.hidden_size
 
     def qkv_heads(self, s: SavedTensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Views (q_NHE, k_NKE, v_NKE) of what attention reads."""
@@ -154,27 +148,28 @@ def _u_o(w: BlockWeights, s: SavedTensors) -> torch.Tensor | None:
 def _norm(
     weight: torch.Tensor | None,
     linear: Linear,
+    s: SavedTensors,
+    names: tuple[str, str, str],
     ctx: BlockContext,
     source: tuple[torch.Tensor, torch.Tensor | None],
-    out: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
 ) -> None:
-    """out = (sum, [normed | u], rstd) of source = (residual, branch), where `linear` reads normed."""
+    """Writes (sum, normed, rstd) under `names`, from source = (residual, branch), and beside normed the u of `linear`,
+    which reads it."""
     assert weight is not None
-    residual, normed_NX, rstd = out
-    inputs = linear.shape[1]
-    rms_norm_fwd(*source, weight, ctx.config.rms_norm_eps, residual, normed_NX[:, :inputs], rstd)
-    adapter_fwd(linear, normed_NX[:, :inputs], normed_NX[:, inputs:], ctx.linear)
+    residual, normed, rstd = names
+    rms_norm_fwd(*source, weight, ctx.config.rms_norm_eps, s[residual], s[normed], s[rstd])
+    adapter_fwd(linear, s[normed], s.extended(normed)[:, linear.shape[1] :], ctx.linear)
 
 
 def _attn_norm(
     w: BlockWeights, s: SavedTensors, ctx: BlockContext, residual: torch.Tensor, branch: torch.Tensor | None
 ) -> None:
-    _norm(w.attn_norm, w.qkv, ctx, (residual, branch), (s["x"], s["attn_normed"], s["attn_rstd"]))
+    _norm(w.attn_norm, w.qkv, s, ("x", "attn_normed", "attn_rstd"), ctx, (residual, branch))
 
 
 def _qkv(w: BlockWeights, s: SavedTensors, ctx: BlockContext) -> None:
     c = ctx.config
-    linear_fwd(w.qkv, s["attn_normed"], s["qkv"], ctx.linear)
+    linear_fwd(w.qkv, s.extended("attn_normed"), s["qkv"], ctx.linear)
     out = s["qk"] if c.qk_norm else s["qkv"]
     rope_fwd(s["qkv"], ctx.positions_N, ctx.rope, w.q_norm, w.k_norm, c.num_attention_heads, c.num_key_value_heads, out)
 
@@ -197,14 +192,13 @@ def _mid(w: BlockWeights, s: SavedTensors, ctx: BlockContext) -> None:
 def _mlp_norm(
     w: BlockWeights, s: SavedTensors, ctx: BlockContext, residual: torch.Tensor, branch: torch.Tensor | None
 ) -> None:
-    _norm(w.mlp_norm, w.gate_up, ctx, (residual, branch), (s["mid"], s["mlp_normed"], s["mlp_rstd"]))
+    _norm(w.mlp_norm, w.gate_up, s, ("mid", "mlp_normed", "mlp_rstd"), ctx, (residual, branch))
 
 
 def _act(w: BlockWeights, s: SavedTensors, ctx: BlockContext) -> None:
     """act = silu(gate) * up, and down's u beside it."""
-    act_NX, inputs = s["act"], ctx.config.intermediate_size
-    swiglu_fwd(s["gate_up"], act_NX[:, :inputs])
-    adapter_fwd(w.down, act_NX[:, :inputs], act_NX[:, inputs:], ctx.linear)
+    swiglu_fwd(s["gate_up"], s["act"])
+    adapter_fwd(w.down, s["act"], s.extended("act")[:, ctx.config.intermediate_size :], ctx.linear)
 
 
 def block_fwd(
@@ -219,10 +213,10 @@ def block_fwd(
     _qkv(w, s, ctx)
     _attention(s, ctx)
     _mid(w, s, ctx)
-    linear_fwd(w.gate_up, s["mlp_normed"], s["gate_up"], ctx.linear)
+    linear_fwd(w.gate_up, s.extended("mlp_normed"), s["gate_up"], ctx.linear)
     _act(w, s, ctx)
     out = ctx.buffer("branch", ctx.config.hidden_size, s["x"])
-    linear_fwd(w.down, s["act"], out, ctx.linear)
+    linear_fwd(w.down, s.extended("act"), out, ctx.linear)
     return s["mid"], out
 
 
@@ -239,7 +233,7 @@ def block_recompute(w: BlockWeights, s: SavedTensors, ctx: BlockContext, flags: 
     elif "norm" in flags:
         _mlp_norm(w, s, ctx, s["mid"], None)
     if flags & {"ffn", "block"}:
-        linear_fwd(w.gate_up, s["mlp_normed"], s["gate_up"], ctx.linear)
+        linear_fwd(w.gate_up, s.extended("mlp_normed"), s["gate_up"], ctx.linear)
     if flags & {"swiglu", "ffn", "block"}:
         _act(w, s, ctx)
 
@@ -264,42 +258,34 @@ def block_dgrad(
     s: SavedTensors,
     ctx: BlockContext,
     dy_NY: torch.Tensor,
-    dx_NY: torch.Tensor,
     until: str | None = None,
-) -> bool:
-    """Overwrites dx from dy, the gradient of residual + branch; adds into the norms' and bias's gradients in `g`.
+) -> None:
+    """From dy_NY, the gradient of residual + branch (with columns for down's du), to that of the block's input.
 
-    dy_NY and dx_NY are ctx.dy_buffer's for `down`: dy, or dx, and down's du beside it. What block_wgrad reads (dy_NY,
-    dgate_up, dmid, dqkv, with du beside them) stays in scratch until the next block's dgrad. `until` names the linear
-    (down, gate_up, o or qkv) below which no gradient is needed, in the lowest block of a LoRA run: then dx_NY is not
-    written and the answer is False.
+    The gradients of gate_up, mid, qkv and x take the places of those tensors, with du beside them, for block_wgrad and,
+    the last one, for the block below. Adds into the norms' and bias's gradients in `g`. `until` names the linear (down,
+    gate_up, o or qkv) below which no gradient is needed, in the lowest block of a LoRA run: what follows is not done.
     """
     assert w.mlp_norm is not None and w.attn_norm is not None
     c = ctx.config
-    width = c.hidden_size
     dact = ctx.buffer("dact", c.intermediate_size, dy_NY)
     if not _input_gradient("down", w.down, dy_NY, dact, ctx, until):
-        return False
-    dgate_up = ctx.dy_buffer("dgate_up", "gate_up", dy_NY)
-    swiglu_bwd(dact, s["gate_up"], dgate_up[:, : 2 * c.intermediate_size])
-    dnormed = ctx.buffer("dnormed", width, dy_NY)
-    if not _input_gradient("gate_up", w.gate_up, dgate_up, dnormed, ctx, until):
-        return False
-    dmid = ctx.dy_buffer("dmid", "o", dy_NY)
-    rms_norm_bwd(dnormed, s["mid"], w.mlp_norm, s["mlp_rstd"], dy_NY[:, :width], dmid[:, :width], g.mlp_norm)
+        return
+    swiglu_bwd(dact, s["gate_up"], s["gate_up"])
+    dnormed = ctx.buffer("dnormed", c.hidden_size, dy_NY)
+    if not _input_gradient("gate_up", w.gate_up, s.extended("gate_up"), dnormed, ctx, until):
+        return
+    rms_norm_bwd(dnormed, s["mid"], w.mlp_norm, s["mlp_rstd"], dy_NY[:, : c.hidden_size], s["mid"], g.mlp_norm)
     dattn = ctx.buffer("dattn", c.q_size, dy_NY)
-    if not _input_gradient("o", w.o, dmid, dattn, ctx, until):
-        return False
+    if not _input_gradient("o", w.o, s.extended("mid"), dattn, ctx, until):
+        return
     out, *state = s.attention
     dq, dk, dv = attention_bwd(dattn.view(out.shape), *ctx.qkv_heads(s), out, tuple(state), ctx.documents)
-    dqkv = ctx.dy_buffer("dqkv", "qkv", dy_NY)
-    raw = s["qkv"] if c.qk_norm else None
-    target, grads = dqkv[:, : ctx.outputs("qkv")], (g.q_norm, g.k_norm, g.qkv.bias)
-    rope_bwd(dq, dk, dv, raw, ctx.positions_N, ctx.rope, w.q_norm, w.k_norm, target, *grads)
-    if not _input_gradient("qkv", w.qkv, dqkv, dnormed, ctx, until):
-        return False
-    rms_norm_bwd(dnormed, s["x"], w.attn_norm, s["attn_rstd"], dmid[:, :width], dx_NY[:, :width], g.attn_norm)
-    return True
+    raw, grads = s["qkv"] if c.qk_norm else None, (g.q_norm, g.k_norm, g.qkv.bias)
+    rope_bwd(dq, dk, dv, raw, ctx.positions_N, ctx.rope, w.q_norm, w.k_norm, s["qkv"], *grads)
+    if not _input_gradient("qkv", w.qkv, s.extended("qkv"), dnormed, ctx, until):
+        return
+    rms_norm_bwd(dnormed, s["x"], w.attn_norm, s["attn_rstd"], s["mid"], s["x"], g.attn_norm)
 
 
 def block_wgrad(
@@ -313,10 +299,10 @@ def block_wgrad(
 ) -> None:
     """Writes the gradients of the block's linears into `g` (see linear_wgrad), after block_dgrad of the same block."""
     gradients = (
-        ("down", w.down, g.down, lambda: s["act"], lambda: dy_NY),
-        ("gate_up", w.gate_up, g.gate_up, lambda: s["mlp_normed"], lambda: ctx.dy_buffer("dgate_up", "gate_up", dy_NY)),
-        ("o", w.o, g.o, lambda: s.attention[0].flatten(1), lambda: ctx.dy_buffer("dmid", "o", dy_NY)),
-        ("qkv", w.qkv, g.qkv, lambda: s["attn_normed"], lambda: ctx.dy_buffer("dqkv", "qkv", dy_NY)),
+        ("down", w.down, g.down, lambda: s.extended("act"), lambda: dy_NY),
+        ("gate_up", w.gate_up, g.gate_up, lambda: s.extended("mlp_normed"), lambda: s.extended("gate_up")),
+        ("o", w.o, g.o, lambda: s.attention[0].flatten(1), lambda: s.extended("mid")),
+        ("qkv", w.qkv, g.qkv, lambda: s.extended("attn_normed"), lambda: s.extended("qkv")),
     )
     for name, linear, grad, x, dy in gradients:
         u = _u_o(w, s) if name == "o" else None

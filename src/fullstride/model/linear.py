@@ -27,9 +27,9 @@ from fullstride.ops.matmul import Matmul
 
 
 class Scratch(Protocol):
-    """Gives buffers that live until their name is taken again; with `spare`, [rows, columns + spare]."""
+    """Gives buffers that live until their name is taken again."""
 
-    def __call__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, spare: int = 0) -> torch.Tensor: ...
+    def __call__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -72,11 +72,6 @@ class Linear:
     bias: torch.Tensor | None = None
     adapter: Adapter | None = None
     extended: torch.Tensor | None = None
-
-    @property
-    def spare(self) -> int:
-        """S: columns of u and du."""
-        return 0 if self.adapter is None else self.adapter.a.shape[0]
 
     @property
     def shape(self) -> tuple[int, int]:

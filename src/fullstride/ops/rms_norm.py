@@ -70,7 +70,7 @@ def rms_norm_bwd(
 ) -> None:
     """Overwrites dx_ND with dresidual_ND (the gradient that skips the norm, if any) plus the norm's own gradient.
 
-    Adds into dweight_D (None: frozen). dx_ND may be dnormed_ND.
+    Adds into dweight_D (None: frozen). dx_ND may be dnormed_ND or x_ND.
     """
     check_rows(dnormed_ND, x_ND, weight_D, rstd_N, dresidual_ND, dx_ND, dweight_D)
     if x_ND.is_cuda:

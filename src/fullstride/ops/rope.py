@@ -138,7 +138,8 @@ def rope_bwd(
     Adds the sum of dqkv_NC over tokens, the gradient of the projection's bias, into dbias_C (None: there is none, or it
     is frozen); no model has both norms and that bias.
 
-    qkv_NC, the product's output before norm and rotation, is read only where there is a norm. dv passes unchanged.
+    qkv_NC, the product's output before norm and rotation, is read only where there is a norm; dqkv_NC may be qkv_NC. dv
+    passes unchanged.
     dq, dk and dv may be strided in their first two dimensions.
     """
     assert dbias_C is None or q_norm_E is None
