@@ -7,27 +7,24 @@ from __future__ import annotations
 
 import atexit
 import multiprocessing
-import tempfile
 import time
 import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import timedelta
 from functools import cache
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from fullstride import ModelConfig, Options
 from fullstride.engine import weights_io
 from fullstride.engine.batch import HostBatch
 from fullstride.engine.step import Engine
 from fullstride.parallel.comm import Communicator
+from fullstride.parallel.rendezvous import join, serve
 from fullstride.trainer.setting import Setting
 
 TIMEOUT = 60.0  # seconds for one piece of work, which takes one or two
@@ -50,6 +47,7 @@ class Pool:
         self.size = size
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
+        self._store: Any = None  # where they meet
         atexit.register(self.stop)
 
     def run(self, work: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -78,10 +76,10 @@ class Pool:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
-        store = Path(tempfile.mkdtemp()) / "store"
+        self._store = serve()
         for rank in range(self.size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.size, str(store), theirs), daemon=True)
+            process = context.Process(target=_serve, args=(rank, self.size, self._store.port, theirs), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -92,18 +90,13 @@ class Pool:
             pipe.close()
             process.kill()
             process.join()
-        self._processes, self._pipes = [], []
+        self._processes, self._pipes, self._store = [], [], None
 
 
-def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
+def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
     warnings.simplefilter("error")
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT)
-    )
-    group = dist.group.WORLD
-    assert group is not None
-    comm = Communicator.of(group)
+    comm = join(port, rank, size, torch.device("cpu"))
     while True:
         try:
             work, arguments = pipe.recv()

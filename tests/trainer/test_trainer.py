@@ -535,11 +535,6 @@ def test_stopped_trainer() -> None:
         trainer.step(*batch(1, 6, [4]))
 
 
-def test_more_gpus_than_work_now() -> None:
-    with pytest.raises(ConfigError, match="gpus = 2"):
-        Trainer(CONFIG, Options(device="cpu"), gpus=2, batch_size=1, seq_len=4)
-
-
 # ---- checkpoints
 
 

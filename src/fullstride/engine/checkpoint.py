@@ -14,18 +14,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from fullstride.engine.state import TrainedUnit
 from fullstride.engine.step import Engine
 from fullstride.errors import ConfigError
 from fullstride.files import replace_text, replaced, save_tensors, whole_directory, write_json
 from fullstride.model.hf import Checkpoint
 
 LATEST, STATE = "latest", "state.json"
-
-
-def _buffers(unit: TrainedUnit) -> dict[str, Any]:
-    named = {"param": unit.param, "master": unit.master, "m": unit.m, "v": unit.v}
-    return {name: buffer for name, buffer in named.items() if buffer is not None}
 
 
 def _identity(engine: Engine) -> dict[str, Any]:
@@ -48,18 +42,24 @@ def steps(directory: str | Path) -> list[int]:
 
 
 def save_checkpoint(engine: Engine, directory: str | Path, step: int, extra: dict[str, Any]) -> Path:
-    """Write the state after update `step` below `directory`, replacing an old one of that step; returns the folder."""
+    """Write the state after update `step` below `directory`, replacing an old one of that step; returns the folder.
+
+    A collective: the first rank writes, the others hand over their parts. So a file says nothing of how many they are.
+    """
     if step < 0:
         raise ConfigError(f"step counts updates and cannot be negative, got {step}")
     directory = Path(directory)
     folder = directory / checkpoint_name(step)
-    with whole_directory(folder, overwrite=True) as new:
-        for name, unit in engine.state.trained.items():
-            tensors = {key: buffer.cpu() for key, buffer in _buffers(unit).items()}
-            save_tensors(tensors, new / f"{name}.safetensors")
-        record = {"step": step, **_identity(engine), "extra": extra}
-        write_json(new / STATE, record)
-    replace_text(directory / LATEST, folder.name + "\n")
+    units = list(engine.state.trained)
+    with engine.state.in_turn(units, engine.state.whole_buffers) as whole:
+        if engine.comm.rank:
+            return folder
+        with whole_directory(folder, overwrite=True) as new:
+            for name in units:
+                save_tensors(whole(name), new / f"{name}.safetensors")
+            record = {"step": step, **_identity(engine), "extra": extra}
+            write_json(new / STATE, record)
+        replace_text(directory / LATEST, folder.name + "\n")
     return folder
 
 
@@ -94,16 +94,17 @@ def load_checkpoint(engine: Engine, directory: str | Path, step: int | str = LAT
     for key, value in _identity(engine).items():
         if record.get(key) != value:
             raise ConfigError(f"{folder}: a checkpoint of another {key}: {record.get(key)}, this is {value}")
-    files = {name: Checkpoint(folder, f"{name}.safetensors") for name in engine.state.trained}
-    for name, unit in engine.state.trained.items():
-        for key, buffer in _buffers(unit).items():
-            if key not in files[name].names or files[name].shape(key) != tuple(buffer.shape):
+    state = engine.state
+    files = {name: Checkpoint(folder, f"{name}.safetensors") for name in state.trained}
+    for name, unit in state.trained.items():
+        for key in state.buffers(name):
+            if key not in files[name].names or files[name].shape(key) != (unit.layout.size,):
                 raise ConfigError(
                     f"{folder / name}.safetensors: {key} is missing or has another size; resume from another step"
                 )
-    for name, unit in engine.state.trained.items():
-        for key, buffer in _buffers(unit).items():
-            buffer.copy_(files[name].get(key))
+    for name in state.trained:
+        for key in state.buffers(name):
+            state.load_buffer(name, key, files[name].get(key))
     engine.parts_written()
     engine.start_from(updates)
     return extra

@@ -11,12 +11,14 @@ ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054) shares flat buffers out to the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
+from fullstride.errors import ConfigError
 from fullstride.memory.arena import Arena, FlatLayout
 from fullstride.model.lora import LoraSettings, adapter_columns, adapter_unit
 from fullstride.model.spec import ModelConfig, TensorSpec, Unit, parameter_table
@@ -30,6 +32,8 @@ from fullstride.parallel.gradients import (
 )
 from fullstride.parallel.shards import ShardMap
 from fullstride.parallel.weights import GatheredWeights, ReplicatedWeights, Views, WeightUnit
+
+Brought = TypeVar("Brought")
 
 
 @dataclass(frozen=True)
@@ -216,6 +220,57 @@ class State:
         """The dtype that `open_values` gives."""
         precision = self._precision
         return precision.master if precision.master and unit.name in self.trained else precision.param
+
+    def buffers(self, unit: str) -> dict[str, torch.Tensor]:
+        """What this rank keeps of a trained unit, by name: its parts of parameters, masters (if any) and moments."""
+        u = self.trained[unit]
+        named = {"param": u.param, "master": u.master, "m": u.m, "v": u.v}
+        return {name: buffer for name, buffer in named.items() if buffer is not None}
+
+    def whole_buffers(self, unit: str) -> dict[str, torch.Tensor]:
+        """The same of all ranks, in copies on the CPU: flat, without padding, so the same for any number of ranks. A
+        collective."""
+        found, sizes = {}, self._maps[unit]
+        for name, part in self.buffers(unit).items():
+            whole = part
+            if self.owners.size > 1:
+                whole = part.new_empty(sizes.whole)
+                self.owners.all_gather(part, whole).wait()
+            found[name] = whole[: sizes.size].cpu()
+        return found
+
+    def load_buffer(self, unit: str, name: str, whole: torch.Tensor) -> None:
+        """Take this rank's part of what `whole_buffers` gave."""
+        part, buffer = self.trained[unit].part, self.buffers(unit)[name]
+        own = whole[part]
+        buffer[: len(own)] = own  # the rest is padding
+        buffer[len(own) :] = 0
+
+    @contextmanager
+    def in_turn(self, units: Sequence[str], bring: Callable[[str], Brought]) -> Iterator[Callable[[str], Brought]]:
+        """For the first rank, which writes files: calls of `bring`, a collective, for `units` in their order.
+
+        The other ranks ask for nothing, and take part at the end. The first one's rest is brought there too, also when
+        files cannot be written, so that nobody waits in vain.
+        """
+        left, brought = list(units), {}
+
+        def get(unit: str) -> Brought:
+            self._comm.check()  # a model is many seconds of writing
+            if unit not in brought:
+                assert unit == left.pop(0), "files are written in the order of units"
+                brought.clear()
+                brought[unit] = bring(unit)
+            return brought[unit]
+
+        try:
+            yield get
+        except (ConfigError, OSError):
+            for unit in list(left):
+                get(unit)
+            raise
+        for unit in list(left):
+            get(unit)
 
     def gradient(self, unit: Unit) -> Views:
         """What this rank holds of the gradient of the loss sum, on the CPU, for debugging: its own rows' sum, or once

@@ -105,7 +105,7 @@ class Engine:
         self._reset()
 
     def _reset(self) -> None:
-        self.micro_steps = self._tokens = 0
+        self.micro_steps = 0
         self._stats.zero_()
         self._stats[LSE_MAX].fill_(float("-inf"))
 
@@ -212,7 +212,6 @@ class Engine:
             run(("head", i, accumulate), lambda i=i, accumulate=accumulate: self._head_piece(i, accumulate))
         run(("backward", shape, gradients.variant), self._backward_piece)
         self.micro_steps += 1
-        self._tokens += host.tokens
 
     def _forward_piece(self) -> list[tuple[torch.Tensor, ...]]:
         """Embedding, blocks and final norm; returns what attention keeps, a layer each."""
@@ -325,11 +324,6 @@ class Engine:
         """Forget the micro-steps since the last update; the next one is number updates + 1."""
         self.updates = updates
         self._reset()
-
-    @property
-    def tokens(self) -> int:
-        """Supervised tokens of this rank since the last update."""
-        return self._tokens
 
     def validate(self, host: HostBatch) -> dict[str, float]:
         """Forward only, dropout off: {"loss", "loss_1k", "tokens"} over all ranks. Gradients and statistics stay

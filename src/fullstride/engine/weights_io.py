@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -58,31 +58,26 @@ def export_model(
 ) -> None:
     """Write a Hugging Face directory as `dtype`, from the masters where there are any; tokenizer and generation
     settings come from `source`, if given. A collective: the first rank writes, the others hand over their parts."""
-    state = engine.state
-    if engine.comm.rank:
-        for unit in state.base:
-            state.values(unit)
-        return
+    state, units = engine.state, {unit.name: unit for unit in engine.state.base}
+    with state.in_turn(list(units), lambda name: state.values(units[name])) as values:
+        if engine.comm.rank:
+            return
 
-    @functools.lru_cache(maxsize=1)  # parts are written in order, so each unit is brought here once
-    def brought(place: int) -> dict[str, torch.Tensor]:
-        return state.values(state.base[place])
+        def rows(unit: str, name: str, part: Part) -> torch.Tensor:
+            return values(unit)[name][part.start : part.stop]
 
-    def rows(place: int, name: str, part: Part) -> torch.Tensor:
-        return brought(place)[name][part.start : part.stop]
-
-    tensors = (
-        (
-            part.hf_name,
-            (part.stop - part.start, *spec.shape[1:]),
-            state.values_dtype(unit),
-            functools.partial(rows, i, spec.name, part),
+        tensors = (
+            (
+                part.hf_name,
+                (part.stop - part.start, *spec.shape[1:]),
+                state.values_dtype(unit),
+                partial(rows, unit.name, spec.name, part),
+            )
+            for unit in state.base
+            for spec in unit.tensors
+            for part in spec.parts
         )
-        for i, unit in enumerate(state.base)
-        for spec in unit.tensors
-        for part in spec.parts
-    )
-    write_model(directory, engine.config, tensors, dtype=dtype, tokenizer_from=source, overwrite=overwrite)
+        write_model(directory, engine.config, tensors, dtype=dtype, tokenizer_from=source, overwrite=overwrite)
 
 
 def init_weights(engine: Engine, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""What ranks say to one another: four collectives over flat buffers, on torch.distributed (NCCL on GPUs, Gloo on CPUs).
+"""What ranks say to one another: collectives over flat buffers (NCCL on GPUs, Gloo on CPUs), and who is still there.
 
 A collective is started and waited for apart, so that it overlaps what is computed in between:
 
@@ -9,26 +9,35 @@ A collective is started and waited for apart, so that it overlaps what is comput
 NCCL runs on a stream of its own and `wait` makes the current stream wait for it, not the host, so both may be captured
 in a CUDA graph. Gloo's threads begin at once, and there the host waits. Until then neither side's buffers may be
 touched. Buffers are contiguous; `whole` is as long as all ranks' parts, and `part` may be this rank's piece of it.
+
+The process group is torch.distributed's, but not its default one: a notebook that has that keeps it, and two trainers
+can live side by side. How ranks meet is in parallel/rendezvous.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import pickle
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-# torch 2.13 renamed them, and warns of the old names
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+LAST_WORD = "failed"  # the store's key
+
+
+class PeerLost(RuntimeError):
+    """A wait for another rank that cannot end well: that one is gone. A consequence, never the cause."""
 
 
 class Work(Protocol):
     """A collective under way."""
 
     def wait(self) -> Any:
-        """Let what follows wait for it."""
+        """Let what follows wait for it. Raises PeerLost where the host sees that it cannot end."""
 
 
 class _Done:
@@ -38,52 +47,142 @@ class _Done:
         return None
 
 
-@dataclass(frozen=True)
+class _Issued:
+    def __init__(self, work: dist.Work) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        with _loses_peers():
+            self._work.wait()
+
+
 class Communicator:
     """Rank `rank` of the `size` processes of `group`. Every rank makes the same calls in the same order.
 
-    One rank alone has no group: its collectives are moves.
+    One rank alone has no group: its collectives are moves. All methods raise PeerLost when another rank is known to be
+    gone.
     """
 
-    rank: int = 0
-    size: int = 1
-    group: dist.ProcessGroup | None = None
+    def __init__(self, rank: int = 0, size: int = 1, group: Any = None, device: torch.device | None = None) -> None:
+        """group: a backend of torch.distributed (ProcessGroupNCCL, ProcessGroupGloo), whose tensors are on `device`."""
+        self.rank, self.size, self.lost = rank, size, False
+        self._group, self._device, self._store = group, device, None
 
-    @classmethod
-    def of(cls, group: dist.ProcessGroup) -> Communicator:
-        """The communicator of this process in `group`."""
-        return cls(dist.get_rank(group), dist.get_world_size(group), group)
+    # ---- collectives over flat buffers
 
     def reduce_scatter(self, whole: torch.Tensor, part: torch.Tensor) -> Work:
         """Overwrites part [n] with the sum over ranks of piece `rank` of their whole [size * n]."""
         if self.size == 1:
             return _move(whole, part)
-        return _issued(_reduce_scatter(part, whole, group=self.group, async_op=True))
+        return self._issue(lambda group: group._reduce_scatter_base(part, whole))
 
     def all_gather(self, part: torch.Tensor, whole: torch.Tensor) -> Work:
         """Overwrites whole [size * n] with all ranks' part [n], in order of rank."""
         if self.size == 1:
             return _move(part, whole)
-        return _issued(_all_gather(whole, part, group=self.group, async_op=True))
+        return self._issue(lambda group: group._allgather_base(whole, part))
 
     def all_to_all(self, sent: torch.Tensor, received: torch.Tensor) -> Work:
         """Overwrites piece j of received [size * n] with piece `rank` of rank j's sent [size * n]."""
         if self.size == 1:
             return _move(sent, received)
-        return _issued(dist.all_to_all_single(received, sent, group=self.group, async_op=True))
+        return self._issue(lambda group: group.alltoall_base(received, sent, [], []))
 
     def all_reduce(self, x: torch.Tensor, maximum: bool = False) -> Work:
         """Overwrites x with its sum, or maximum, over ranks: the same bits on every rank, since each element is reduced
         in one place and sent from there."""
         if self.size == 1:
             return _Done()
-        op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
-        return _issued(dist.all_reduce(x, op, group=self.group, async_op=True))
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM  # type: ignore[assignment]
+        return self._issue(lambda group: group.allreduce([x], options))
+
+    def _issue(self, start: Callable[[Any], dist.Work]) -> Work:
+        self.check()
+        assert self._group is not None, "these ranks have not met"
+        with _loses_peers():
+            return _Issued(start(self._group))
+
+    # ---- between hosts
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's `value` (pickled), by rank, on every rank."""
+        if self.size == 1:
+            return [value]
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = torch.zeros(self.size, dtype=torch.int64, device=self._device)
+        sizes[self.rank] = len(data)
+        self.all_reduce(sizes).wait()
+        longest = int(sizes.max())
+        part, whole = (torch.zeros(n * longest, dtype=torch.uint8, device=self._device) for n in (1, self.size))
+        part[: len(data)] = data
+        self.all_gather(part, whole).wait()
+        pieces = zip(whole.cpu().view(self.size, longest), sizes.tolist(), strict=True)
+        return [pickle.loads(piece[:n].numpy().tobytes()) for piece, n in pieces]
+
+    def barrier(self) -> None:
+        """Return when every rank's host has come here."""
+        self.gather(None)
+
+    # ---- who is still there
+
+    def check(self) -> None:
+        """Raise PeerLost when a rank is known to be gone; for long work between collectives."""
+        if self.lost:
+            raise PeerLost("another rank is gone")
+
+    def abort(self) -> None:
+        """End this rank's waits, from any thread: another rank is gone.
+
+        Gloo notices by itself, when the connections close. NCCL's kernels would wait for ever.
+        """
+        self.lost = True
+        group = self._group
+        if group is not None and self._device is not None and self._device.type == "cuda":
+            group.abort()
+
+    def close(self) -> None:
+        """Leave the group and free its ports."""
+        self._group = self._store = None
+
+    def watch(self, store: Any) -> None:
+        """From now on, end this rank's waits when another one has left a word with `tell` in `store`."""
+        self._store = store
+
+        def look() -> None:
+            while (store := self._store) is not None:
+                try:
+                    if store.check([LAST_WORD]):
+                        return self.abort()
+                except RuntimeError:  # the store is gone, and with it who started this process
+                    return self.abort()
+                del store
+                time.sleep(1)
+
+        threading.Thread(target=look, daemon=True).start()
+
+    def tell(self, word: Any) -> None:
+        """Leave the word of the first failure for the other ranks."""
+        if self._store is not None:
+            self._store.compare_set(LAST_WORD, "", pickle.dumps(word).hex())
+
+    def told(self, within: float) -> Any:
+        """The word of the first failure, waited for so many seconds; None without one."""
+        until = time.monotonic() + within
+        while self._store is not None and time.monotonic() < until:
+            with suppress(RuntimeError):
+                if self._store.check([LAST_WORD]):
+                    return pickle.loads(bytes.fromhex(self._store.get(LAST_WORD).decode()))
+            time.sleep(0.1)
+        return None
 
 
-def _issued(work: Work | None) -> Work:
-    assert work is not None, "this process is not in the group"
-    return work
+@contextmanager
+def _loses_peers() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:  # torch's DistError is one
+        raise PeerLost(str(error)) from error
 
 
 def _move(source: torch.Tensor, target: torch.Tensor) -> Work:

@@ -1,0 +1,187 @@
+"""All ranks behind one `call`: workers that this process starts, or processes that torchrun started.
+
+Either way a rank that fails takes all others with it, at once, and the caller gets that one's rank and traceback, or
+the signal that killed it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any
+
+import numpy as np
+import torch
+
+from fullstride.errors import ConfigError
+from fullstride.model.spec import ModelConfig
+from fullstride.parallel.comm import Communicator, PeerLost
+from fullstride.parallel.rendezvous import join, join_launched
+from fullstride.trainer.channel import (
+    Channel,
+    Failure,
+    Harmless,
+    LocalChannel,
+    Outcome,
+    SocketChannel,
+    TokenMemory,
+    shared_memory,
+)
+from fullstride.trainer.setting import Setting
+from fullstride.trainer.worker import Worker
+
+WRITING = (ConfigError, OSError)  # what may keep the first rank from writing files, while all ranks stay as they were
+CAUSE_WITHIN = 2.0  # seconds in which a failure that may be another one's consequence waits for that one
+
+
+class Team:
+    """`world_size` ranks: 0 in this process, the others in processes of their own."""
+
+    def __init__(self, config: ModelConfig, setting: Setting, world_size: int, device: torch.device) -> None:
+        """device: of the rank in this process."""
+        self.world_size, self.device, self.closed = world_size, device, False
+        self.failure: Failure | None = None
+        self.worker: Worker | None = None
+        self.tokens: TokenMemory | None = None
+        self._channels: list[Channel] = []
+        self._changed = threading.Condition()
+        self._sockets: list[SocketChannel] = []
+        self.comm = Communicator()
+        try:
+            self._start(config, setting)
+        except BaseException as error:
+            if (failure := self._failed(error)) is error:
+                raise
+            raise failure from error
+
+    def _start(self, config: ModelConfig, setting: Setting) -> None:
+        fd = shared_memory(TokenMemory.size(self.world_size, setting)) if self.world_size > 1 else None
+        try:
+            for rank in range(1, self.world_size):
+                assert fd is not None
+                self._sockets.append(SocketChannel(rank, fd, self.fail))
+            self.tokens = TokenMemory(self.world_size, setting, fd)
+        finally:
+            if fd is not None:
+                os.close(fd)
+        if self._sockets:
+            port, *_ = [channel.receive().value for channel in self._sockets]
+            threads = max(1, torch.get_num_threads() // self.world_size)
+            for channel in self._sockets:
+                device = torch.device("cuda", channel.rank) if self.device.type == "cuda" else self.device
+                channel.post((config, setting, self.world_size, port, device, threads))
+            self.comm = join(port, 0, self.world_size, self.device)
+        self.worker = Worker(config, setting, self.comm, self.device, self.tokens)
+        for channel in self._sockets:
+            channel.receive()
+        self._channels = [LocalChannel(self.worker.run), *self._sockets]
+
+    def call(self, command: str, *args: Any, rank: int | None = None, writes: bool = False) -> list[Any]:
+        """What every rank's worker, or one rank's, answers to a command. `writes`: the first rank writes files.
+
+        Raises what the workers refused, if all did, and then nothing has changed. Anything else is a failure, which
+        ends the team and is raised as WorkerError or OutOfMemory with the rank; but one that only this process took
+        part in is raised as it is, and the team lives.
+        """
+        # what one rank does alone leaves the ranks as equal as they were
+        harmless: Harmless = (ConfigError,) if rank is None else (Exception,)
+        if writes and self.comm.rank == 0:
+            harmless = WRITING
+        try:
+            outcomes = self._exchange(command, args, rank, harmless)
+            self.comm.check()
+            refusals = [outcome.refusal for outcome in outcomes if outcome.refusal is not None]
+            if refusals and len(refusals) < len(outcomes) and not (writes and outcomes[0].refusal):
+                raise RuntimeError(f"only some ranks could do {command}") from refusals[0]
+        except BaseException as error:
+            alone = self.world_size == 1 or rank == self.comm.rank
+            if (alone and not isinstance(error, PeerLost)) or (failure := self._failed(error)) is error:
+                raise
+            raise failure from error
+        if refusals:
+            raise refusals[0]
+        return [outcome.value for outcome in outcomes]
+
+    def _exchange(self, command: str, args: tuple, rank: int | None, harmless: Harmless) -> list[Outcome]:
+        channels = self._channels if rank is None else [self._channels[rank]]
+        for channel in reversed(channels):  # the one in this process does its part at once: last
+            channel.send(command, args, harmless)
+        return [channel.receive() for channel in channels]
+
+    def call_on(self, arrays: tuple[np.ndarray | None, ...], command: str, *args: Any) -> list[Any]:
+        """`call` of a command on tokens: inputs, targets and documents of all ranks."""
+        assert self.tokens is not None, "a stopped team gets no calls"
+        self.tokens.write(*arrays)
+        return self.call(command, arrays[2] is not None, *args)
+
+    # ---- the end
+
+    def _failed(self, error: BaseException) -> BaseException:
+        """What to raise for an error in this process, after the team has been ended."""
+        if self.world_size == 1 or not isinstance(error, Exception):  # Ctrl-C stays what it is
+            self.close()
+            return error
+        self.fail(Failure.of(self.comm.rank, error))
+        assert self.failure is not None
+        self.close()
+        return self.failure.error()
+
+    def fail(self, failure: Failure) -> None:
+        """End the team, unless that has been done: kill its processes, and end the wait of the rank in this one."""
+        with self._changed:
+            if failure.consequence:
+                self._changed.wait_for(lambda: self.failure is not None or self.closed, CAUSE_WITHIN)
+            if self.failure is None and not self.closed:
+                self.failure = failure
+                for channel in self._sockets:
+                    channel.kill()
+                self.comm.abort()
+                for channel in self._sockets:
+                    channel.wait()
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        """End the workers, and free what the rank in this process holds."""
+        with self._changed:
+            self.closed = True
+            for channel in self._sockets:
+                channel.end()
+            for channel in self._sockets:
+                channel.wait()
+            self._changed.notify_all()
+        self.comm.close()
+        self._channels = []
+        self.worker = self.tokens = None
+
+
+class LaunchedTeam(Team):
+    """The rank in this process, of those that torchrun started, which make the same calls by themselves."""
+
+    def _start(self, config: ModelConfig, setting: Setting) -> None:
+        self.comm = join_launched(self.device)
+        self.tokens = TokenMemory(self.world_size, setting)
+        self.worker = Worker(config, setting, self.comm, self.device, self.tokens)
+        self.comm.barrier()
+        self._channels = [LocalChannel(self.worker.run)]
+
+    def _exchange(self, command: str, args: tuple, rank: int | None, harmless: Harmless) -> list[Outcome]:
+        outcome = Outcome()
+        if rank in (None, self.comm.rank):
+            (outcome,) = super()._exchange(command, args, 0 if rank is not None else None, harmless)
+        if command == "step":  # which waits for nobody
+            return [outcome]
+        outcomes = self.comm.gather(outcome)
+        return outcomes if rank is None else [outcomes[rank]]
+
+    def fail(self, failure: Failure) -> None:
+        first = self.comm.told(CAUSE_WITHIN) if failure.consequence else None
+        self.failure = first or failure
+        self.comm.tell(self.failure)
+
+
+def launched() -> tuple[int, int] | None:
+    """(ranks, this process's GPU) where torchrun, or a launcher that sets the same variables, started this process."""
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    if not all(name in os.environ for name in names) or int(os.environ["WORLD_SIZE"]) == 1:
+        return None
+    return int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_RANK", "0"))
