@@ -85,26 +85,54 @@ def test_refuses_by_name(keys: dict[str, object], message: str) -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("gpus", 2),
-        ("gpus", 0),
-        ("dp", 2),
         ("tp", 2),
         ("pp", 2),
         ("pp_schedule", "zb-h1"),
         ("microbatches", 2),
         ("matmul", "fp8"),
         ("offload", ("m", "v")),
-        ("grad_reduce", "all-to-all"),
         ("gather_by", "copy"),
         ("send_by", "copy"),
         ("keep_best", True),
         ("profile", 2),
-        ("zero", 3),
     ],
 )
 def test_what_does_not_work_yet_is_refused_never_ignored(key: str, value: object) -> None:
     with pytest.raises(UsageError, match=rf"{key.replace('_', '-')} = .* does not work yet; what works now is"):
         finetune(**{key: value})
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"dp": 2}, r"dp is the number of GPUs.*; got dp = 2 and gpus = 1; leave dp out"),
+        ({"dp": 2, "gpus": 3}, r"got dp = 2 and gpus = 3"),
+        ({"zero": 4}, r"zero must be at most 3, got 4"),
+        ({"gpus": -1}, r"gpus must be at least 0, got -1"),
+        ({"grad_reduce": "all-to-all"}, r"from zero = 2 on; got zero = 1; set zero = 2, or leave grad-reduce out"),
+        (
+            {"gpus": 2, "dtype": "bf16", "grad_dtype": "fp32"},
+            r"grad-dtype = fp32 beside dtype = bf16 .* zero = 2 or 3; got zero = 1 and 2 ranks; set zero = 2, or",
+        ),
+    ],
+)
+def test_what_ranks_cannot_do_is_refused_with_a_remedy(keys: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        finetune(**keys)
+
+
+def test_what_ranks_can_do_is_legal() -> None:
+    assert finetune(gpus=2, zero=3, grad_reduce="all-to-all", dtype="bf16", grad_dtype="fp32").options().dp == 0
+    assert finetune(gpus=2, device="cpu").resolved().options().dp == 2
+    Options(dtype="bf16", grad_dtype="fp32")  # one rank
+
+
+def test_a_flag_for_gpus_replaces_the_files_dp(tmp_path: Path) -> None:
+    """A run that went over two ranks goes on over one."""
+    file = tmp_path / "run.toml"
+    file.write_text('model = "x"\ndata = "y"\ngpus = 2\ndp = 2\n', encoding="utf-8")
+    assert parse(FinetuneConfig, [str(file)]).dp == 2
+    assert parse(FinetuneConfig, [str(file), "--gpus", "1"]).dp == 0
 
 
 def test_log_sinks_are_refused() -> None:

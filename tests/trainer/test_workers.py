@@ -23,9 +23,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import fullstride.files
 from fullstride import ConfigError, ModelConfig, Options, OutOfMemory, Trainer, WorkerError
+from fullstride.trainer.team import find_ranks
 from fullstride.trainer.telemetry import FIELDS
 from tests.trainer.test_trainer import CONFIG, batch
 
@@ -113,21 +115,66 @@ def train(trainer: Trainer) -> list[dict[str, float]]:
     return told
 
 
-@pytest.mark.parametrize("method", [{}, {"method": "lora", "lora_rank": 2}], ids=["full", "lora"])
-def test_two_ranks_equal_one(method: dict, nothing_left: None) -> None:
+def exported(trainer: Trainer, directory: Path) -> torch.Tensor:
+    """All trained weights in a row, as the first rank writes them."""
+    if trainer.options.method == "lora":
+        trainer.export_adapter(directory)
+        tensors = load_file(directory / "adapter_model.safetensors")
+    else:
+        trainer.export_model(directory)
+        tensors = load_file(directory / "model.safetensors")
+    return torch.cat([tensors[name].flatten() for name in sorted(tensors)])
+
+
+LORA = {"method": "lora", "lora_rank": 2}
+
+
+@pytest.mark.parametrize(
+    ("method", "sharing"),
+    [
+        ({}, {"zero": 1}),
+        ({}, {"zero": 3, "grad_reduce": "all-to-all"}),
+        (LORA, {"zero": 0}),
+        (LORA, {"zero": 3}),
+    ],
+    ids=["full-zero1", "full-zero3-all-to-all", "lora-zero0", "lora-zero3"],
+)
+def test_two_ranks_equal_one(method: dict, sharing: dict, tmp_path: Path, nothing_left: None) -> None:
+    """And a checkpoint of the two goes on as one, and of the one as two that share something else."""
     found = []
     for gpus in (1, 2):
-        with make(gpus, accumulation=2, **method) as trainer:
+        with make(gpus, accumulation=2, **method, **(sharing if gpus == 2 else {})) as trainer:
             told = train(trainer)
-            state = trainer.engine.state
-            found.append((told, torch.cat([state.tensor(u, t).flatten() for u in state.units for t in u.tensors])))
-            assert (trainer.world_size, trainer.batch_size) == (gpus, ROWS // gpus)
-        del trainer, state
-    (told, weights), (other, others) = found
-    assert len(told) == 8
+            assert (trainer.world_size, trainer.batch_size, trainer.options.dp) == (gpus, ROWS // gpus, gpus)
+            trainer.save_checkpoint(tmp_path / f"{gpus}", 3, {"from": gpus})
+            weights = exported(trainer, tmp_path / f"model {gpus}")
+            if gpus == 2:  # this trainer is another from here on
+                assert trainer.load_checkpoint(tmp_path / "1") == {"from": 1}
+            told += go_on(trainer)
+            found.append((told, weights, exported(trainer, tmp_path / f"later {gpus}")))
+        del trainer
+    with make(1, accumulation=2, **method) as trainer:
+        trainer.init_weights(seed=5)  # under LoRA the checkpoint has the adapters only
+        assert trainer.load_checkpoint(tmp_path / "2") == {"from": 2}
+        crossed = go_on(trainer)
+    del trainer
+    (told, weights, later), (other, other_weights, other_later) = found
+    assert len(told) == 8 + 2
     for a, b in zip(told, other, strict=True):
         assert a == pytest.approx(b, rel=TOLERANCE)
-    assert (weights - others).norm() / weights.norm() < TOLERANCE
+    for a, b in zip(crossed, told[-2:], strict=True):
+        assert a == pytest.approx(b, rel=TOLERANCE)
+    assert (weights - other_weights).norm() / weights.norm() < TOLERANCE
+    assert (later - other_later).norm() / later.norm() < TOLERANCE
+    assert (later - weights).norm() / weights.norm() > 1e-3
+
+
+def go_on(trainer: Trainer) -> list[dict[str, float]]:
+    """One update after the three of `train`, and its effect."""
+    inputs, targets = batch(ROWS, SEQ_LEN, [2, 4, 1, 6], 6)
+    trainer.step(inputs, targets)
+    told = trainer.update(lr=1e-2, eps=1e-4, weight_decay=0.1, grad_clip=1.0)
+    return [told, trainer.validate(inputs, targets)]
 
 
 @pytest.fixture(scope="class")
@@ -238,12 +285,10 @@ def test_numbers_of_ranks() -> None:
 
 
 def test_more_gpus_than_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fullstride.trainer.trainer import _ranks
-
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     with pytest.raises(ConfigError, match="gpus = 4, but this machine has 3; set gpus to at most 3"):
-        _ranks(4, "cuda")
-    assert _ranks(0, "cuda") == (3, torch.device("cuda", 0))
+        find_ranks(4, "cuda")
+    assert find_ranks(0, "cuda") == (3, torch.device("cuda", 0))
 
 
 # ---- a rank fails

@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Self
 
 from fullstride.config.keys import check_fields, dashed, key
+from fullstride.config.rules import check_rules
 from fullstride.errors import ConfigError, UsageError
 
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -98,20 +99,15 @@ class Options:
     grad_dtype: str = key("", "precision of gradients; automatic: dtype", choices=DTYPES)
     recompute: tuple[str, ...] = key((), "what the backward computes again instead of keeping it", choices=RECOMPUTE)
     offload: tuple[str, ...] = key((), "what lives in host memory", choices=OFFLOAD, now=((),))
-    zero: int = key(1, "what data-parallel ranks share out (0 to 3)", now=(0, 1), may_change=True)
-    dp: int = key(0, "data-parallel ranks; automatic: what remains of gpus", now=(0, 1), may_change=True)
+    zero: int = key(1, "what data-parallel ranks share out (0 to 3)", at_least=0, at_most=3, may_change=True)
+    dp: int = key(0, "data-parallel ranks; automatic: what remains of gpus", at_least=0, may_change=True)
     tp: int = key(1, "tensor-parallel ranks", now=(1,), may_change=True)
     pp: int = key(1, "pipeline stages", now=(1,), may_change=True)
     pp_schedule: str = key(
         "1f1b", "pipeline schedule", choices=("1f1b", "gpipe", "interleaved", "zb-h1"), now=("1f1b",)
     )
     microbatches: int = key(0, "micro-batches per micro-step; automatic: batch-size", now=(0,), may_change=True)
-    grad_reduce: str = key(
-        "reduce-scatter",
-        "how gradients are reduced",
-        choices=("reduce-scatter", "all-to-all"),
-        now=("reduce-scatter",),
-    )
+    grad_reduce: str = key("reduce-scatter", "how gradients are reduced", choices=("reduce-scatter", "all-to-all"))
     gather_by: str = key("nccl", "what gathers weights", choices=("nccl", "copy"), now=("nccl",))
     send_by: str = key("nccl", "what sends between pipeline stages", choices=("nccl", "copy"), now=("nccl",))
     deterministic: bool = key(False, "the same run gives the same bits on a GPU too (on a CPU always)")
@@ -141,21 +137,11 @@ class Options:
             for name in ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "rslora"):
                 if getattr(self, name) != defaults[name]:
                     raise UsageError(f"{dashed(name)} contradicts method = full; set method = lora or leave it out")
-        self._check_precision()
+        check_rules(self, self._ranks())
 
-    def _check_precision(self) -> None:
-        if self.matmul == "fp8":
-            raise UsageError("matmul = fp8 does not work yet; what works now is to leave it out (products in dtype)")
-        if self.matmul and self.dtype and self.matmul != self.dtype:
-            raise UsageError(
-                f"matmul = {self.matmul} beside dtype = {self.dtype} does not work yet; "
-                f"what works now is matmul = {self.dtype}, or leaving it out"
-            )
-        for name in ("master_dtype", "grad_dtype"):
-            if self.dtype == "fp32" and getattr(self, name) == "bf16":
-                raise UsageError(
-                    f"{dashed(name)} = bf16 is coarser than dtype = fp32; set dtype = bf16 or leave it out"
-                )
+    def _ranks(self) -> int:
+        """As far as these keys tell."""
+        return self.dp or 1
 
     def resolved(self) -> Self:
         """The same configuration with everything automatic decided (this looks at the machine)."""
@@ -165,7 +151,7 @@ class Options:
             self,
             device=device,
             dtype=dtype,
-            dp=self.dp or 1,
+            dp=self._ranks(),
             matmul=self.matmul or dtype,
             grad_dtype=self.grad_dtype or dtype,
             master_dtype=self.master_dtype or ("fp32" if self.method == "lora" else dtype),
@@ -221,7 +207,7 @@ class FinetuneConfig(Options):
     profile: int = key(0, "trace of so many updates", now=(0,))
     log: tuple[str, ...] = key((), "sinks beside CSV and JSONL", now=((),), may_change=True)
     dry_run: bool = key(False, "show what the rows become; train nothing, write nothing", may_change=True)
-    gpus: int = key(1, "GPUs (0: all)", now=(1,), may_change=True)
+    gpus: int = key(1, "GPUs, or with device = cpu workers (0: all)", at_least=0, may_change=True, instead_of="dp")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -244,6 +230,9 @@ class FinetuneConfig(Options):
             raise UsageError("adapter contradicts method = full; set method = lora or leave it out")
         if self.export_dtype and self.method == "lora":
             raise UsageError("export-dtype concerns method = full; an adapter is saved in the precision it trains in")
+
+    def _ranks(self) -> int:
+        return self.gpus or super()._ranks()
 
     def options(self) -> Options:
         """The part that the Trainer takes."""

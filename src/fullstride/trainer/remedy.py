@@ -35,7 +35,7 @@ def remedy(config: ModelConfig, setting: Setting, device: str, capacity: int, do
         """Predicted bytes; infinite where even the host cannot stage a micro-batch."""
         places = -(-documents * s.batch_size // setting.batch_size)
         try:
-            return sum(predict(config, *s.engine(config), device, places, shapes).values())
+            return sum(predict(config, *s.engine(config), device, places, shapes, s.options.dp).values())
         except MemoryError:
             return float("inf")
 
@@ -79,7 +79,9 @@ def candidates(config: ModelConfig, s: Setting) -> Iterator[list[Setting]]:
     methods = [s.options]
     if s.options.method == "full":  # the adapters' masters have a default of their own
         methods.append(dataclasses.replace(s.options, method="lora", master_dtype="").resolved())
-    for options in methods:
+    shared = [s.options.zero] if s.options.dp == 1 else sorted({s.options.zero, 3})
+    levels = [dataclasses.replace(options, zero=zero) for options in methods for zero in shared]
+    for options in levels:
         for seq_len in lengths:
             large = [b for b in sizes if b * seq_len >= FEW_TOKENS]
             small = [b for b in sizes if b not in large]

@@ -84,6 +84,7 @@ class Setting:
             ("grad-accum", self.grad_accum, before.grad_accum),
             ("head-chunks", o.head_chunks, old.head_chunks),
             ("recompute", ",".join(o.recompute), ",".join(old.recompute)),
+            ("zero", o.zero, old.zero),
             ("seq-len", self.seq_len, before.seq_len),
         )
         return " ".join(f"--{name} {value}" for name, value, was in pairs if value != was)

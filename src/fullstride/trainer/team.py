@@ -179,6 +179,28 @@ class LaunchedTeam(Team):
         self.comm.tell(self.failure)
 
 
+def find_ranks(gpus: int, device: str) -> tuple[int, torch.device]:
+    """(number of ranks, the device of the one in this process) for a user's `gpus` and `device` (cuda, cpu).
+
+    Raises ConfigError where there are not so many.
+    """
+    if not isinstance(gpus, int) or isinstance(gpus, bool) or gpus < 0:
+        raise ConfigError(f"gpus must be a number of GPUs, or 0 for all, got {gpus!r}")
+    if found := launched():
+        if gpus not in (0, found[0]):
+            raise ConfigError(
+                f"gpus = {gpus}, but the launcher started {found[0]} processes; set gpus = {found[0]} or 0"
+            )
+        return found[0], torch.device("cuda", found[1]) if device == "cuda" else torch.device(device)
+    if device != "cuda":
+        return gpus or 1, torch.device(device)
+    there = torch.cuda.device_count()
+    if gpus > there:
+        raise ConfigError(f"gpus = {gpus}, but this machine has {there}; set gpus to at most {there}, or to 0 for all")
+    gpus = gpus or there
+    return gpus, torch.device("cuda", 0 if gpus > 1 else torch.cuda.current_device())
+
+
 def launched() -> tuple[int, int] | None:
     """(ranks, this process's GPU) where torchrun, or a launcher that sets the same variables, started this process."""
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import sys
 import weakref
@@ -12,7 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from fullstride.config import LEAST_EPS, MOST_LR, Options
+from fullstride.config import LEAST_EPS, MOST_LR, Options, resolve_device
+from fullstride.config.rules import check_rules
 from fullstride.engine import checkpoint
 from fullstride.engine.limits import check_documents, check_sizes
 from fullstride.engine.step import Engine
@@ -20,7 +22,7 @@ from fullstride.errors import ConfigError, OutOfMemory
 from fullstride.model.spec import ModelConfig, num_parameters
 from fullstride.ops.cross_entropy import IGNORED
 from fullstride.trainer.setting import DTYPES, Setting
-from fullstride.trainer.team import LaunchedTeam, Team, launched
+from fullstride.trainer.team import LaunchedTeam, Team, find_ranks, launched
 
 Array = np.ndarray | torch.Tensor
 # z_loss: its gradient is a multiple of the logits, which may be 1e4
@@ -62,11 +64,11 @@ class Trainer:
             for name, value in (("batch_size", batch_size), ("seq_len", seq_len), ("grad_accum", grad_accum))
         )
         self.config = config
-        self.options = (options or Options()).resolved()
+        options = options or Options()
+        self.world_size, self.device = find_ranks(gpus, resolve_device(options.device))
+        check_rules(options, self.world_size)
+        self.options = dataclasses.replace(options, dp=self.world_size).resolved()
         self.batch_size, self.seq_len, self.grad_accum = batch_size, seq_len, grad_accum
-        self.world_size, self.device = _ranks(gpus, self.options.device)
-        if self.options.dp not in (1, self.world_size):
-            raise ConfigError(f"dp = {self.options.dp} is not the number of ranks, {self.world_size}; leave it out")
         self._source: Path | None = None  # where the weights came from
         self._has_weights = False
         self._supervised = 0  # tokens of all ranks since the last update
@@ -327,25 +329,6 @@ class Trainer:
         if not isinstance(rank, int) or not 0 <= rank < self.world_size:
             raise ConfigError(f"rank must be below world_size {self.world_size}, got {rank}")
         return rank
-
-
-def _ranks(gpus: int, device: str) -> tuple[int, torch.device]:
-    """(world size, the device of the rank in this process) for the Trainer's `gpus`."""
-    if not isinstance(gpus, int) or isinstance(gpus, bool) or gpus < 0:
-        raise ConfigError(f"gpus must be a number of GPUs, or 0 for all, got {gpus!r}")
-    if found := launched():
-        if gpus not in (0, found[0]):
-            raise ConfigError(
-                f"gpus = {gpus}, but the launcher started {found[0]} processes; set gpus = {found[0]} or 0"
-            )
-        return found[0], torch.device("cuda", found[1]) if device == "cuda" else torch.device(device)
-    if device != "cuda":
-        return gpus or 1, torch.device(device)
-    there = torch.cuda.device_count()
-    if gpus > there:
-        raise ConfigError(f"gpus = {gpus}, but this machine has {there}; set gpus to at most {there}, or to 0 for all")
-    gpus = gpus or there
-    return gpus, torch.device("cuda", 0 if gpus > 1 else torch.cuda.current_device())
 
 
 def _positive(name: str, value: int) -> int:
