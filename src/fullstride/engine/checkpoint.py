@@ -79,6 +79,17 @@ def find_checkpoint(directory: str | Path, step: int | str = LATEST) -> Path:
     raise ConfigError(f"{directory}: no checkpoint of step {step}; there are: {found or 'none'}")
 
 
+def read_record(directory: str | Path, step: int | str = LATEST) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a checkpoint says of itself, and what save_checkpoint was given as `extra`. Raises ConfigError."""
+    file = find_checkpoint(directory, step) / STATE
+    try:
+        record = json.loads(file.read_text(encoding="utf-8"))
+        int(record["step"])
+        return record, record["extra"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{file}: damaged ({error!r}); resume from another step") from None
+
+
 def load_checkpoint(engine: Engine, directory: str | Path, step: int | str = LATEST) -> dict[str, Any]:
     """Read a state back; returns what save_checkpoint was given as `extra`.
 
@@ -86,11 +97,7 @@ def load_checkpoint(engine: Engine, directory: str | Path, step: int | str = LAT
     adapter or precision.
     """
     folder = find_checkpoint(directory, step)
-    try:
-        record = json.loads((folder / STATE).read_text(encoding="utf-8"))
-        updates, extra = int(record["step"]), record["extra"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{folder / STATE}: damaged ({error!r}); resume from another step") from None
+    record, extra = read_record(directory, step)
     for key, value in _identity(engine).items():
         if record.get(key) != value:
             raise ConfigError(f"{folder}: a checkpoint of another {key}: {record.get(key)}, this is {value}")
@@ -106,5 +113,5 @@ def load_checkpoint(engine: Engine, directory: str | Path, step: int | str = LAT
         for key in state.buffers(name):
             state.load_buffer(name, key, files[name].get(key))
     engine.parts_written()
-    engine.start_from(updates)
+    engine.start_from(int(record["step"]))
     return extra

@@ -12,10 +12,10 @@ from fullstride.config import FinetuneConfig
 from fullstride.config.keys import build
 from fullstride.data.loader import Batch
 from fullstride.engine.lr import learning_rate
-from fullstride.errors import ConfigError
+from fullstride.errors import ConfigError, WorkerError
 from fullstride.run.flops import model_flops, peak_flops
 from fullstride.run.interrupt import Stopped, StopRequest
-from fullstride.run.metrics import EventLog, MetricsFile, read_events, update_row
+from fullstride.run.metrics import EventLog, MetricsFile, read_events, strategy, update_row
 from fullstride.run.plot import plot_loss
 from fullstride.run.prepare import Job, prepare, preview
 from fullstride.run.progress import Progress
@@ -52,9 +52,8 @@ def run_finetune(config: FinetuneConfig) -> FinetuneResult:
         print("\n".join(preview(job)))
         return FinetuneResult(job.directory.path, 0, None, None, None, None, None)
     c = job.config
-    with Trainer(
-        job.model, c.options(), batch_size=c.batch_size, seq_len=c.seq_len, grad_accum=c.grad_accum
-    ) as trainer:
+    sizes = {"batch_size": c.batch_size, "seq_len": c.seq_len, "grad_accum": c.grad_accum}
+    with Trainer(job.model, c.options(), gpus=c.gpus, **sizes) as trainer:
         state = load(trainer, job)
         trainable, total = trainer.num_parameters
         print(f"parameters: {trainable:,} train of {total:,} ({100 * trainable / total:.2f} %)", flush=True)
@@ -93,7 +92,7 @@ class Run:
         self.job, self.config, self.trainer = job, job.config, trainer
         self.directory = job.directory
         self.done = self.saved = job.resume_step
-        self.position: int = state.get("position", 0)
+        self.position = job.position
         self.eval_loss_before: float | None = state.get("eval_loss_before")
         self.eval_loss: float | None = None
         self.loss: float | None = None
@@ -123,6 +122,10 @@ class Run:
                     # last, so that what a checkpoint counts as done is done
                     if self.config.save_every and step % self.config.save_every == 0:
                         self.save()
+            except WorkerError as error:
+                self.log.write("failed", step=self.done, rank=error.rank, error=str(error))
+                self.progress.line(f"rank {error.rank} failed after step {self.done}; {self.good()}")
+                raise
             except (Stopped, BrokenPipeError) as stop:  # or the reader of our output has gone
                 kept = self.interrupted()
                 if isinstance(stop, Stopped):
@@ -197,7 +200,8 @@ class Run:
             tokens=tokens,
             seconds=seconds,
             peak_bytes=self.trainer.peak_memory(),
-            mfu=None if self.peak is None else flops / seconds / self.peak,
+            mfu=None if self.peak is None else flops / seconds / (self.peak * c.dp),
+            strategy=strategy(c),
         )
         self.done, self.position, self.loss = step, job.loader.position, metrics["loss"]
         return row

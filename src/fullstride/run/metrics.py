@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from fullstride.config import Options
 from fullstride.errors import ConfigError
 from fullstride.files import replace_text
 
@@ -29,6 +30,11 @@ COLUMNS = (
     "eval_loss",
 )
 GIGABYTE = 1e9
+
+
+def strategy(options: Options) -> str:
+    """How resolved `options` split the work: `single`, `dp2-zero1`, ..."""
+    return "single" if options.dp == 1 else f"dp{options.dp}-zero{options.zero}"
 
 
 def update_row(
