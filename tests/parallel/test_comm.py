@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fullstride.parallel.comm import Communicator
-from tests.ranks import together
+from fullstride.errors import ConfigError
+from fullstride.parallel.comm import Communicator, PeerLost
+from tests.ranks import Pool, together
 
 pytestmark = pytest.mark.xdist_group("ranks")
 N = 6
@@ -65,6 +66,54 @@ def several_at_once(comm: Communicator) -> list[torch.Tensor]:
 def test_several_under_way_at_once() -> None:
     for found in together(2, several_at_once):
         assert found == [10.0 + 2 * i for i in range(5)]
+
+
+def between_hosts(comm: Communicator) -> list[object]:
+    comm.barrier()
+    return comm.gather({"rank": comm.rank, "more": "x" * 1000 * comm.rank})
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_gather_brings_objects_of_any_size_by_rank(ranks: int) -> None:
+    expected = [{"rank": rank, "more": "x" * 1000 * rank} for rank in range(ranks)]
+    assert (between_hosts(Communicator()) if ranks == 1 else together(ranks, between_hosts)[-1]) == expected
+
+
+def agreeing(comm: Communicator, refuses: list[int]) -> str:
+    try:
+        with comm.agreed():
+            if comm.rank in refuses:
+                raise ConfigError(f"not on {comm.rank}")
+    except (ConfigError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "agreed"
+
+
+def test_checks_are_made_by_all_ranks_or_none_goes_on() -> None:
+    assert together(2, agreeing, []) == ["agreed", "agreed"]
+    assert together(2, agreeing, [0, 1]) == ["ConfigError: not on 0", "ConfigError: not on 1"]
+    others = "RuntimeError: only some ranks could go on; rank 1: not on 1"
+    assert together(2, agreeing, [1]) == [others, "ConfigError: not on 1"]
+    assert agreeing(Communicator(), []) == "agreed"
+
+
+def losing(comm: Communicator) -> str:
+    if comm.rank == 1:
+        comm.close()
+        return "left"
+    try:
+        comm.all_reduce(torch.ones(1)).wait()
+    except PeerLost:
+        comm.abort()
+    with pytest.raises(PeerLost, match="another rank is gone"):
+        comm.all_reduce(torch.ones(1))
+    return "lost"
+
+
+def test_a_wait_for_a_rank_that_is_gone_ends() -> None:
+    pool = Pool(2)  # of its own: these ranks cannot meet again
+    assert pool.run(losing) == ["lost", "left"]
+    pool.stop()
 
 
 def failing(comm: Communicator) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import itertools
 import os
 import re
 import signal
@@ -26,7 +27,9 @@ import torch
 from safetensors.torch import load_file
 
 import fullstride.files
-from fullstride import ConfigError, ModelConfig, Options, OutOfMemory, Trainer, WorkerError
+from fullstride import ConfigError, ModelConfig, Options, OutOfMemory, Trainer, UsageError, WorkerError
+from fullstride.engine.plan import predict
+from fullstride.trainer.setting import Setting
 from fullstride.trainer.team import find_ranks
 from fullstride.trainer.telemetry import FIELDS
 from tests.trainer.test_trainer import CONFIG, batch
@@ -177,10 +180,10 @@ def go_on(trainer: Trainer) -> list[dict[str, float]]:
     return [told, trainer.validate(inputs, targets)]
 
 
-@pytest.fixture(scope="class")
-def pair() -> Iterator[Trainer]:
+@pytest.fixture(scope="class", params=[1, 3], ids=["zero1", "zero3"])
+def pair(request: pytest.FixtureRequest) -> Iterator[Trainer]:
     """Two ranks that several tests use."""
-    with make(2) as trainer:
+    with make(2, zero=request.param) as trainer:
         trainer.init_weights(seed=5)
         yield trainer
     assert not workers()
@@ -278,6 +281,24 @@ def test_a_trainer_that_is_dropped(nothing_left: None) -> None:
     del trainer
 
 
+def test_what_is_not_refused_can_be_built() -> None:
+    """Every combination of what concerns sharing, on one and two ranks: refused by name, or an engine of it exists."""
+    built = refused = 0
+    for ranks, zero, reduction, dtype, grads, method in itertools.product(
+        (1, 2), range(4), ("reduce-scatter", "all-to-all"), ("bf16", "fp32"), ("bf16", "fp32"), ("full", "lora")
+    ):
+        keys = {"zero": zero, "grad_reduce": reduction, "dtype": dtype, "grad_dtype": grads, "method": method}
+        try:
+            options = Options(device="cpu", dp=ranks, **keys).resolved()
+        except UsageError as error:
+            assert re.search("(set|leave) .*(zero = 2|dtype = bf16)", str(error))
+            refused += 1
+            continue
+        predict(CONFIG, *Setting(options, 2, SEQ_LEN, 1).engine(CONFIG), "cpu", ranks=ranks)
+        built += 1
+    assert built > 40 and refused > 40
+
+
 def test_numbers_of_ranks() -> None:
     for gpus in (-1, 1.5, "2", True):
         with pytest.raises(ConfigError, match="gpus must be a number of GPUs, or 0 for all"):
@@ -322,6 +343,7 @@ PLACES = {
     "small": ("fullstride.memory.arena", "_physical_memory"),
     "meeting": ("fullstride.parallel.rendezvous", "_group"),
     "step": (STEP, "Engine._backward_piece"),
+    "gather": ("fullstride.parallel.weights", "GatheredWeights.get"),
     "validate": (STEP, "Engine.validate"),
     "update": (STEP, "Engine._update_piece"),
     "optimizer": ("fullstride.engine.optimizer", "adamw"),
@@ -337,35 +359,37 @@ def faulty(directory: Path, place: str, fault: str, monkeypatch: pytest.MonkeyPa
 
 
 def use(trainer: Trainer) -> None:
+    """All that can wait for others, and what tells of what was only begun."""
     trainer.init_weights(seed=5)
     trainer.step(*batch(6, SEQ_LEN, [1, 5, 2, 3, 1, 2]))
     trainer.validate(*batch(6, SEQ_LEN, [1, 5, 2, 3, 1, 2]))
     trainer.update(lr=1e-3)
-    trainer.gpu_info()  # and the failure of what was only begun is told now
+    trainer.gpu_info()
 
 
 @pytest.mark.parametrize(
-    ("place", "fault", "gpus"),
+    ("place", "fault", "gpus", "zero"),
     [
-        ("start", "raise", 2),
-        ("small", "little memory", 2),
-        ("meeting", "kill", 3),
-        ("step", "kill", 2),
-        ("validate", "exit", 2),
-        ("update", "raise", 3),
-        ("update", "kill", 2),
-        ("optimizer", "memory", 2),
-        ("optimizer", "abort", 2),
+        ("start", "raise", 2, 1),
+        ("small", "little memory", 2, 1),
+        ("meeting", "kill", 3, 1),
+        ("step", "kill", 2, 3),
+        ("gather", "kill", 3, 3),
+        ("validate", "exit", 2, 3),
+        ("update", "raise", 3, 2),
+        ("update", "kill", 2, 0),
+        ("optimizer", "memory", 2, 3),
+        ("optimizer", "abort", 2, 1),
     ],
 )
 def test_a_worker_fails(
-    place: str, fault: str, gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nothing_left: None
+    place: str, fault: str, gpus: int, zero: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nothing_left: None
 ) -> None:
     """Rank 1 fails, while the others wait for it."""
     faulty(tmp_path, place, fault, monkeypatch)
     _, kind, message = FAULTS[fault]
     with pytest.raises(kind, match=message) as error:
-        use(make(gpus, rows=6))
+        use(make(gpus, rows=6, zero=zero))
     assert time.monotonic() - float((tmp_path / "when").read_text()) < WITHIN  # one clock for all processes
     assert not workers()
     assert not isinstance(error.value, WorkerError) or error.value.rank == 1
@@ -379,11 +403,12 @@ WRITES = {
 }
 
 
+@pytest.mark.parametrize("zero", [1, 3])
 @pytest.mark.parametrize("call", WRITES)
 def test_a_worker_is_killed_while_files_are_written(
-    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nothing_left: None
+    call: str, zero: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nothing_left: None
 ) -> None:
-    trainer = make(2, method="lora", lora_rank=2)
+    trainer = make(2, method="lora", lora_rank=2, zero=zero)
     trainer.init_weights(seed=5)
     module, _, name = WRITES[call].rpartition(".")
     write = getattr(importlib.import_module(module), name)
@@ -400,6 +425,23 @@ def test_a_worker_is_killed_while_files_are_written(
     with pytest.raises(ConfigError, match="the trainer is stopped since rank 1 failed; make a new one"):
         trainer.gpu_info()
     assert not list(tmp_path.rglob(".*partial"))  # whole or not there
+
+
+def test_a_rank_that_cannot_read_a_file_does_not_let_the_others_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nothing_left: None
+) -> None:
+    """Weights are gathered while they are read (ZeRO 3): the others would wait for this rank's parts."""
+    with make(1) as trainer:
+        trainer.init_weights()
+        trainer.export_model(tmp_path / "model")
+    fault = "from fullstride.errors import ConfigError; raise ConfigError('no such file')"
+    text = FAULT.format(
+        rank=1, directory=str(tmp_path), module="fullstride.engine.weights_io", name="check_tensors", fault=fault
+    )
+    (tmp_path / "sitecustomize.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(WorkerError, match="only some ranks could go on; rank 1: no such file"):
+        make(2, zero=3).import_weights(tmp_path / "model")
 
 
 def test_a_worker_is_killed_while_nothing_is_done(nothing_left: None) -> None:

@@ -96,22 +96,24 @@ def load_checkpoint(engine: Engine, directory: str | Path, step: int | str = LAT
     Raises ConfigError, before anything is read in, for a missing or damaged checkpoint and for one of another model,
     adapter or precision.
     """
-    folder = find_checkpoint(directory, step)
-    record, extra = read_record(directory, step)
-    for key, value in _identity(engine).items():
-        if record.get(key) != value:
-            raise ConfigError(f"{folder}: a checkpoint of another {key}: {record.get(key)}, this is {value}")
     state = engine.state
-    files = {name: Checkpoint(folder, f"{name}.safetensors") for name in state.trained}
-    for name, unit in state.trained.items():
-        for key in state.buffers(name):
-            if key not in files[name].names or files[name].shape(key) != (unit.layout.size,):
-                raise ConfigError(
-                    f"{folder / name}.safetensors: {key} is missing or has another size; resume from another step"
-                )
-    for name in state.trained:
-        for key in state.buffers(name):
-            state.load_buffer(name, key, files[name].get(key))
-    engine.parts_written()
+    with engine.comm.agreed():
+        folder = find_checkpoint(directory, step)
+        record, extra = read_record(directory, step)
+        for key, value in _identity(engine).items():
+            if record.get(key) != value:
+                raise ConfigError(f"{folder}: a checkpoint of another {key}: {record.get(key)}, this is {value}")
+        files = {name: Checkpoint(folder, f"{name}.safetensors") for name in state.trained}
+        for name, unit in state.trained.items():
+            for key in state.buffers(name):
+                if key not in files[name].names or files[name].shape(key) != (unit.layout.size,):
+                    raise ConfigError(
+                        f"{folder / name}.safetensors: {key} is missing or has another size; resume from another step"
+                    )
+    with engine.comm.committed():
+        for name in state.trained:
+            for key in state.buffers(name):
+                state.load_buffer(name, key, files[name].get(key))
+        engine.parts_written()
     engine.start_from(int(record["step"]))
     return extra

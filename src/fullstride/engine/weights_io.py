@@ -33,18 +33,21 @@ def import_weights(engine: Engine, path: str | Path) -> None:
 
     Raises ConfigError, before any weight is read, when configuration or tensors do not fit the engine's.
     """
-    found = ModelConfig.from_pretrained(path)
-    differences = _differences(found, engine.config)
-    if differences:
-        raise ConfigError(f"{path}: another model than the trainer's: {differences}")
-    checkpoint, state = Checkpoint(path), engine.state
-    check_tensors(checkpoint, state.base, engine.config.tie_word_embeddings)
-    for unit in state.base:
-        with state.open(unit) as views:
-            for spec in unit.tensors:
-                for part, tensor in read_parts(checkpoint, spec):
-                    views[spec.name][part.start : part.stop].copy_(tensor)
-    engine.params_written(state.base)
+    state = engine.state
+    with engine.comm.agreed():
+        found = ModelConfig.from_pretrained(path)
+        differences = _differences(found, engine.config)
+        if differences:
+            raise ConfigError(f"{path}: another model than the trainer's: {differences}")
+        checkpoint = Checkpoint(path)
+        check_tensors(checkpoint, state.base, engine.config.tie_word_embeddings)
+    with engine.comm.committed():
+        for unit in state.base:
+            with state.open(unit) as views:
+                for spec in unit.tensors:
+                    for part, tensor in read_parts(checkpoint, spec):
+                        views[spec.name][part.start : part.stop].copy_(tensor)
+        engine.params_written(state.base)
 
 
 def _differences(a: ModelConfig, b: ModelConfig) -> str:
@@ -155,17 +158,19 @@ def export_adapter(engine: Engine, directory: str | Path, source: Path | None, o
 
 def import_adapter(engine: Engine, directory: str | Path) -> None:
     """Copy a PEFT directory's adapters in. Raises ConfigError when its settings or tensors are not the trainer's."""
-    found = read_peft_config(directory)
-    if engine.lora is None:
-        raise ConfigError(f"{directory} is an adapter, but the trainer has method = full; set method = lora")
-    # dropout belongs to training, not to the adapter: it may differ
-    names = [n for n in ("rank", "alpha", "targets", "rslora") if getattr(found, n) != getattr(engine.lora, n)]
-    if names:
-        told = ", ".join(f"{n} {getattr(found, n)} instead of {getattr(engine.lora, n)}" for n in names)
-        raise ConfigError(f"{directory}: another adapter than the trainer's: {told}")
-    checkpoint = Checkpoint(directory, ADAPTER_WEIGHTS)
-    shapes = {name: checkpoint.shape(name) for name in checkpoint.names}
-    compare_tensors(shapes, engine.state.adapters, str(directory))
-    for name, rows in _adapter_tensors(engine):
-        rows.copy_(checkpoint.get(name))
-    engine.values_written()
+    with engine.comm.agreed():
+        found = read_peft_config(directory)
+        if engine.lora is None:
+            raise ConfigError(f"{directory} is an adapter, but the trainer has method = full; set method = lora")
+        # dropout belongs to training, not to the adapter: it may differ
+        names = [n for n in ("rank", "alpha", "targets", "rslora") if getattr(found, n) != getattr(engine.lora, n)]
+        if names:
+            told = ", ".join(f"{n} {getattr(found, n)} instead of {getattr(engine.lora, n)}" for n in names)
+            raise ConfigError(f"{directory}: another adapter than the trainer's: {told}")
+        checkpoint = Checkpoint(directory, ADAPTER_WEIGHTS)
+        shapes = {name: checkpoint.shape(name) for name in checkpoint.names}
+        compare_tensors(shapes, engine.state.adapters, str(directory))
+    with engine.comm.committed():
+        for name, rows in _adapter_tensors(engine):
+            rows.copy_(checkpoint.get(name))
+        engine.values_written()

@@ -26,6 +26,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from fullstride.errors import ConfigError
+
 LAST_WORD = "failed"  # the store's key
 
 
@@ -124,6 +126,32 @@ class Communicator:
         """Return when every rank's host has come here."""
         self.gather(None)
 
+    # ---- errors that not all ranks may meet
+
+    @contextmanager
+    def agreed(self) -> Iterator[None]:
+        """For checks that come before collectives: it ends when all ranks have made theirs. Where one's checks raise,
+        that one raises the same, and those that found nothing raise RuntimeError, and do not go on alone."""
+        try:
+            yield
+        except Exception as error:
+            self.gather(str(error))
+            raise
+        told = [f"rank {rank}: {error}" for rank, error in enumerate(self.gather(None)) if error is not None]
+        if told:
+            raise RuntimeError(f"only some ranks could go on; {told[0]}")
+
+    @contextmanager
+    def committed(self) -> Iterator[None]:
+        """For what follows: the others go on, so an error of the user's, which leaves all as it was, is none any more.
+        It is raised as RuntimeError, unless this rank is alone."""
+        try:
+            yield
+        except ConfigError as error:
+            if self.size == 1:
+                raise
+            raise RuntimeError("the ranks are not equal any more") from error
+
     # ---- who is still there
 
     def check(self) -> None:
@@ -137,13 +165,17 @@ class Communicator:
         Gloo notices by itself, when the connections close. NCCL's kernels would wait for ever.
         """
         self.lost = True
-        group = self._group
-        if group is not None and self._device is not None and self._device.type == "cuda":
-            group.abort()
+        self._end(self._group)
 
     def close(self) -> None:
-        """Leave the group and free its ports."""
-        self._group = self._store = None
+        """Leave the group and free its ports. Graphs that captured its collectives must be gone."""
+        group, self._group, self._store = self._group, None, None
+        if not self.lost:
+            self._end(group)
+
+    def _end(self, group: Any) -> None:
+        if group is not None and self._device is not None and self._device.type == "cuda":
+            group.abort()
 
     def watch(self, store: Any) -> None:
         """From now on, end this rank's waits when another one has left a word with `tell` in `store`."""

@@ -149,9 +149,9 @@ class Team:
             for channel in self._sockets:
                 channel.wait()
             self._changed.notify_all()
-        self.comm.close()
         self._channels = []
         self.worker = self.tokens = None
+        self.comm.close()
 
 
 class LaunchedTeam(Team):
