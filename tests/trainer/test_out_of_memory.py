@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import re
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from fullstride.config import FinetuneConfig
 from fullstride.config.keys import parse
 from fullstride.engine.plan import LIBRARIES, predict
 from fullstride.memory import arena
+from fullstride.trainer.remedy import remedy
 from fullstride.trainer.setting import Setting
 from tests.engine.test_plan import train
 
@@ -100,6 +102,17 @@ def test_the_named_setting_fits(config: ModelConfig, monkeypatch: pytest.MonkeyP
         assert {"--batch-size", "--grad-accum", "--recompute", "--seq-len"} <= told and "--method" not in told
     else:
         assert ("--method", "lora") in seen and "--seq-len" not in told  # 128 is the shortest that is proposed
+
+
+def test_ranks_share_more_before_rows_are_cut() -> None:
+    """Two ranks with ZeRO 3 fit where nothing else that trains the same does."""
+    deep = dataclasses.replace(HEAVY, num_hidden_layers=16)
+    setting, shared = (Setting(options_of(dp=2, zero=zero), 1, 128, 1) for zero in (1, 3))
+    capacity = int(sum(predict(deep, *shared.engine(deep), "cpu", ranks=2).values()) / 0.95) + 1  # a twentieth is free
+    told = remedy(deep, setting, "cpu", capacity, 0, 1)
+    assert re.search(r"\d [MG]B; --zero 3 would fit", told)
+    alone = remedy(deep, Setting(options_of(), 1, 128, 1), "cpu", capacity, 0, 1)
+    assert "--zero" not in alone
 
 
 def test_the_order_of_remedies(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,9 @@
 """After a failed allocation: settings that would fit, found by predicting the memory of one after another.
 
 In the order of what they cost the training. A smaller batch-size with as many more micro-steps keeps every update as it
-was, and costs little while micro-steps are not small; more pieces of the head and recompute cost time; a shorter
-seq-len cuts rows; LoRA is another training, and only named when nothing else fits.
+was, and costs little while micro-steps are not small; more pieces of the head and recompute cost time; sharing more
+among ranks (ZeRO 3) costs their connection; a shorter seq-len cuts rows; LoRA is another training, and only named when
+nothing else fits.
 """
 
 from __future__ import annotations
