@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib
 import itertools
 import os
 import re
@@ -26,7 +25,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import fullstride.files
 from fullstride import ConfigError, ModelConfig, Options, OutOfMemory, Trainer, UsageError, WorkerError
 from fullstride.engine.plan import predict
 from fullstride.trainer.setting import Setting
@@ -247,12 +245,13 @@ class TestAPair:
     def test_checkpoints_and_models_in_and_out(
         self, pair: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        (tmp_path / "file").write_text("in the way")
         inputs, targets = batch(ROWS, SEQ_LEN, [1, 5, 2, 3])
         monkeypatch.chdir(tmp_path)  # the workers are elsewhere
-        with monkeypatch.context() as patch:
-            patch.setattr(fullstride.files, "save_file", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
-            with pytest.raises(OSError, match="disk full"):
-                pair.save_checkpoint("run", 1)
+        with pytest.raises(OSError, match="file"):  # only the rank that writes meets it
+            pair.save_checkpoint("file", 1)
+        with pytest.raises(ConfigError, match="extra must hold JSON's types"):
+            pair.save_checkpoint("run", 1, {"path": tmp_path})
         pair.save_checkpoint("run", 7, {"mark": 1})
         pair.export_model("model")
         before = pair.validate(inputs, targets)
@@ -269,7 +268,7 @@ class TestAPair:
     def test_two_trainers_side_by_side(self, pair: Trainer) -> None:
         with make(2) as other:
             other.init_weights(seed=5)
-            assert len(workers()) == 2
+            assert len(workers()) == 4
             other.validate(*batch(ROWS, SEQ_LEN, [1, 5, 2, 3]))
         with pytest.raises(ConfigError, match="the trainer is stopped; make a new one"):
             other.gpu_info()
@@ -277,7 +276,7 @@ class TestAPair:
 
 def test_a_trainer_that_is_dropped(nothing_left: None) -> None:
     trainer = make(2)
-    assert len(workers()) == 1
+    assert len(workers()) == 2
     del trainer
 
 
@@ -337,6 +336,7 @@ FAULTS = {
         "rank 1: out of memory on cpu: segment .* asks for 2.15 GB",
     ),
 }
+REFUSES = "from fullstride.errors import ConfigError; raise ConfigError('no such file')"
 STEP = "fullstride.engine.step"
 PLACES = {
     "start": (STEP, "Engine.__init__"),
@@ -351,9 +351,13 @@ PLACES = {
 
 
 def faulty(directory: Path, place: str, fault: str, monkeypatch: pytest.MonkeyPatch, rank: int = 1) -> None:
-    """From now on, rank 1 fails at `place`."""
-    module, name = PLACES[place]
-    text = FAULT.format(rank=rank, directory=str(directory), module=module, name=name, fault=FAULTS[fault][0])
+    """In trainers made from now on, rank `rank` fails at `place`."""
+    put(directory, *PLACES[place], FAULTS[fault][0], monkeypatch, rank)
+
+
+def put(directory: Path, module: str, name: str, code: str, monkeypatch: pytest.MonkeyPatch, rank: int = 1) -> None:
+    """In trainers made from now on, rank `rank` runs `code` in the place of a function."""
+    text = FAULT.format(rank=rank, directory=str(directory), module=module, name=name, fault=code)
     (directory / "sitecustomize.py").write_text(text)
     monkeypatch.syspath_prepend(directory)
 
@@ -397,34 +401,28 @@ def test_a_worker_fails(
 
 
 WRITES = {
-    "save_checkpoint": "fullstride.engine.checkpoint.save_tensors",
-    "export_model": "fullstride.engine.weights_io.write_model",
-    "export_adapter": "fullstride.engine.weights_io.save_tensors",
+    "save_checkpoint": ("fullstride.engine.checkpoint", "save_tensors"),
+    "export_model": ("fullstride.engine.weights_io", "write_model"),
+    "export_adapter": ("fullstride.engine.weights_io", "save_tensors"),
 }
 
 
+@pytest.mark.parametrize("rank", [0, 1], ids=["who-writes", "who-hands-over"])
 @pytest.mark.parametrize("zero", [1, 3])
 @pytest.mark.parametrize("call", WRITES)
 def test_a_worker_is_killed_while_files_are_written(
-    call: str, zero: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nothing_left: None
+    call: str, zero: int, rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nothing_left: None
 ) -> None:
+    module, name = WRITES[call] if rank == 0 else ("fullstride.engine.state", "State.in_turn")
+    put(tmp_path, module, name, FAULTS["kill"][0], monkeypatch, rank)
     trainer = make(2, method="lora", lora_rank=2, zero=zero)
     trainer.init_weights(seed=5)
-    module, _, name = WRITES[call].rpartition(".")
-    write = getattr(importlib.import_module(module), name)
-
-    def kill_and_write(*args: object, **more: object) -> None:
-        for worker in workers():
-            os.kill(worker, signal.SIGKILL)
-        time.sleep(0.3)
-        write(*args, **more)
-
-    monkeypatch.setattr(WRITES[call], kill_and_write)
-    with pytest.raises(WorkerError, match="rank 1 was killed by SIGKILL"):
+    with pytest.raises(WorkerError, match=f"rank {rank} was killed by SIGKILL"):
         getattr(trainer, call)(tmp_path / "out", *([1] if call == "save_checkpoint" else []))
-    with pytest.raises(ConfigError, match="the trainer is stopped since rank 1 failed; make a new one"):
+    with pytest.raises(ConfigError, match=f"the trainer is stopped since rank {rank} failed; make a new one"):
         trainer.gpu_info()
-    assert not list(tmp_path.rglob(".*partial"))  # whole or not there
+    whole = {"latest", "config.json", "adapter_config.json"} & {path.name for path in tmp_path.rglob("*")}
+    assert not whole, "whole or not there"
 
 
 def test_a_rank_that_cannot_read_a_file_does_not_let_the_others_wait(
@@ -434,19 +432,14 @@ def test_a_rank_that_cannot_read_a_file_does_not_let_the_others_wait(
     with make(1) as trainer:
         trainer.init_weights()
         trainer.export_model(tmp_path / "model")
-    fault = "from fullstride.errors import ConfigError; raise ConfigError('no such file')"
-    text = FAULT.format(
-        rank=1, directory=str(tmp_path), module="fullstride.engine.weights_io", name="check_tensors", fault=fault
-    )
-    (tmp_path / "sitecustomize.py").write_text(text)
-    monkeypatch.syspath_prepend(tmp_path)
+    put(tmp_path, "fullstride.engine.weights_io", "check_tensors", REFUSES, monkeypatch)
     with pytest.raises(WorkerError, match="only some ranks could go on; rank 1: no such file"):
         make(2, zero=3).import_weights(tmp_path / "model")
 
 
 def test_a_worker_is_killed_while_nothing_is_done(nothing_left: None) -> None:
     trainer = make(3, rows=6)
-    os.kill(workers()[1], signal.SIGKILL)
+    os.kill(workers()[2], signal.SIGKILL)
     until = time.monotonic() + WITHIN
     while workers() and time.monotonic() < until:  # the others go at once, not with the next call
         time.sleep(0.01)
@@ -455,28 +448,20 @@ def test_a_worker_is_killed_while_nothing_is_done(nothing_left: None) -> None:
         trainer.gpu_info()
 
 
-def test_this_rank_fails(monkeypatch: pytest.MonkeyPatch, nothing_left: None) -> None:
-    def fails(*_: object) -> None:
-        raise ArithmeticError("the fault")
-
-    trainer = make(2)
-    trainer.init_weights(seed=5)
-    trainer.step(*batch(ROWS, SEQ_LEN, [1, 5, 2, 3]))
-    monkeypatch.setattr(f"{STEP}.Engine._update_piece", fails)
-    with pytest.raises(WorkerError, match=r"rank 0 failed:\n(?s:.*)ArithmeticError: the fault"):
-        trainer.update(lr=1e-3)
+def test_the_first_rank_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nothing_left: None) -> None:
+    faulty(tmp_path, "update", "raise", monkeypatch, rank=0)
+    with pytest.raises(WorkerError, match=r"rank 0 failed:\n(?s:.*)the fault"):
+        use(make(2, rows=6))
 
 
-def test_ranks_that_disagree_are_a_failure(monkeypatch: pytest.MonkeyPatch, nothing_left: None) -> None:
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_that_disagree_are_a_failure(
+    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nothing_left: None
+) -> None:
     """Only one rank could read a file: the ranks are not equal any more."""
-
-    def refuses(*_: object) -> None:
-        raise ConfigError("no such file")
-
-    trainer = make(2)
-    monkeypatch.setattr("fullstride.engine.weights_io.init_weights", refuses)
-    with pytest.raises(WorkerError, match=r"rank 0 failed:\n(?s:.*)no such file(?s:.*)only some ranks could do"):
-        trainer.init_weights(seed=5)
+    put(tmp_path, "fullstride.engine.weights_io", "init_weights", REFUSES, monkeypatch, rank)
+    with pytest.raises(WorkerError, match=f"rank {rank} could not do init_weights as others could: no such file"):
+        make(2).init_weights(seed=5)
 
 
 # ---- the caller ends
@@ -530,7 +515,7 @@ def test_the_caller_is_ended(way: signal.Signals, program: str) -> None:
     caller = start(program)
     assert caller.stdout is not None and caller.stdout.readline() == "go\n"
     time.sleep(0.2)
-    assert len(workers(caller.pid)) == 1
+    assert len(workers(caller.pid)) == 2
     os.killpg(caller.pid, way)
     code = caller.wait(WITHIN)
     assert code == -way

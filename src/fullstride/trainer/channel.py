@@ -26,7 +26,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from fullstride.errors import ConfigError, OutOfMemory, WorkerError
+from fullstride.errors import OutOfMemory, WorkerError
 from fullstride.parallel.comm import PeerLost
 from fullstride.trainer.setting import Setting
 
@@ -42,10 +42,12 @@ class Outcome:
     refusal: Exception | None = None
 
 
-def attempt(run: Callable[..., Any], *args: Any, harmless: Harmless = (ConfigError,)) -> Outcome:
-    """The outcome of `run(*args)`. `harmless` are the errors that come before anything changes."""
+def attempt(
+    run: Callable[[str, tuple[Any, ...]], Any], command: str, args: tuple[Any, ...], harmless: Harmless
+) -> Outcome:
+    """The outcome of `run(command, args)`. `harmless` are the errors that come before anything changes."""
     try:
-        return Outcome(run(*args))
+        return Outcome(run(command, args))
     except (OutOfMemory, PeerLost):
         raise
     except harmless as error:
@@ -126,7 +128,7 @@ class LocalChannel:
         self._run, self._outcome = run, Outcome()
 
     def send(self, command: str, args: tuple[Any, ...], harmless: Harmless) -> None:
-        self._outcome = attempt(self._run, command, args, harmless=harmless)
+        self._outcome = attempt(self._run, command, args, harmless)
 
     def receive(self) -> Outcome:
         return self._outcome
@@ -150,8 +152,8 @@ class SocketChannel:
         self._inbox: queue.SimpleQueue[Outcome | None] = queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()
 
-    def send(self, command: str, args: tuple[Any, ...], harmless: Harmless = (ConfigError,)) -> None:
-        self.post((command, args))
+    def send(self, command: str, args: tuple[Any, ...], harmless: Harmless) -> None:
+        self.post((command, args, harmless))
 
     def post(self, message: Any) -> None:
         """Send anything."""

@@ -1,7 +1,7 @@
-"""All ranks behind one `call`: workers that this process starts, or processes that torchrun started.
+"""All ranks behind one `call`: one in this process, several in processes that this one starts, or those of torchrun.
 
-Either way a rank that fails takes all others with it, at once, and the caller gets that one's rank and traceback, or
-the signal that killed it.
+However they came, a rank that fails takes all others with it, at once, and the caller gets that one's rank and
+traceback, or the signal that killed it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch
 from fullstride.errors import ConfigError
 from fullstride.model.spec import ModelConfig
 from fullstride.parallel.comm import Communicator, PeerLost
-from fullstride.parallel.rendezvous import join, join_launched
+from fullstride.parallel.rendezvous import join_launched
 from fullstride.trainer.channel import (
+    PATIENCE,
     Channel,
     Failure,
-    Harmless,
     LocalChannel,
     Outcome,
     SocketChannel,
@@ -30,15 +30,24 @@ from fullstride.trainer.channel import (
 from fullstride.trainer.setting import Setting
 from fullstride.trainer.worker import Worker
 
+REFUSALS = (ConfigError,)  # come before anything has changed
 WRITING = (ConfigError, OSError)  # what may keep the first rank from writing files, while all ranks stay as they were
 CAUSE_WITHIN = 2.0  # seconds in which a failure that may be another one's consequence waits for that one
 
 
+class Divided(RuntimeError):
+    """(rank, story): a rank refused what others did, so they are not equal any more."""
+
+
 class Team:
-    """`world_size` ranks: 0 in this process, the others in processes of their own."""
+    """`world_size` ranks: one in this process, or several in processes of their own.
+
+    Then this process holds no model, and waits for answers only, never for a GPU: so whatever happens to a rank, all of
+    them can be killed from here.
+    """
 
     def __init__(self, config: ModelConfig, setting: Setting, world_size: int, device: torch.device) -> None:
-        """device: of the rank in this process."""
+        """device: of the rank in this process. Those in processes of their own have the GPUs in order, or the CPU."""
         self.world_size, self.device, self.closed = world_size, device, False
         self.failure: Failure | None = None
         self.worker: Worker | None = None
@@ -50,62 +59,57 @@ class Team:
         try:
             self._start(config, setting)
         except BaseException as error:
-            if (failure := self._failed(error)) is error:
+            if (told := self._ended_by(error)) is error:
                 raise
-            raise failure from error
+            raise told from error
 
     def _start(self, config: ModelConfig, setting: Setting) -> None:
-        fd = shared_memory(TokenMemory.size(self.world_size, setting)) if self.world_size > 1 else None
+        if self.world_size == 1:
+            self.tokens = TokenMemory(1, setting)
+            self.worker = Worker(config, setting, self.comm, self.device, self.tokens)
+            self._channels = [LocalChannel(self.worker.run)]
+            return
+        fd = shared_memory(TokenMemory.size(self.world_size, setting))
         try:
-            for rank in range(1, self.world_size):
-                assert fd is not None
+            for rank in range(self.world_size):
                 self._sockets.append(SocketChannel(rank, fd, self.fail))
             self.tokens = TokenMemory(self.world_size, setting, fd)
         finally:
-            if fd is not None:
-                os.close(fd)
-        if self._sockets:
-            port, *_ = [channel.receive().value for channel in self._sockets]
-            threads = max(1, torch.get_num_threads() // self.world_size)
-            for channel in self._sockets:
-                device = torch.device("cuda", channel.rank) if self.device.type == "cuda" else self.device
-                channel.post((config, setting, self.world_size, port, device, threads))
-            self.comm = join(port, 0, self.world_size, self.device)
-        self.worker = Worker(config, setting, self.comm, self.device, self.tokens)
+            os.close(fd)
+        port, *_ = [channel.receive().value for channel in self._sockets]
+        threads = max(1, torch.get_num_threads() // self.world_size)
+        for channel in self._sockets:
+            device = torch.device("cuda", channel.rank) if self.device.type == "cuda" else self.device
+            channel.post((config, setting, self.world_size, port, device, threads))
         for channel in self._sockets:
             channel.receive()
-        self._channels = [LocalChannel(self.worker.run), *self._sockets]
+        self._channels = [*self._sockets]
 
     def call(self, command: str, *args: Any, rank: int | None = None, writes: bool = False) -> list[Any]:
         """What every rank's worker, or one rank's, answers to a command. `writes`: the first rank writes files.
 
-        Raises what the workers refused, if all did, and then nothing has changed. Anything else is a failure, which
-        ends the team and is raised as WorkerError or OutOfMemory with the rank; but one that only this process took
-        part in is raised as it is, and the team lives.
+        Raises what the workers refused, if all did (or the first one, which writes), and then nothing has changed.
+        Anything else is a failure, which ends the team and is raised as WorkerError or OutOfMemory with the rank; but
+        the only rank's is raised as it is, and the team lives.
         """
-        # what one rank does alone leaves the ranks as equal as they were
-        harmless: Harmless = (ConfigError,) if rank is None else (Exception,)
-        if writes and self.comm.rank == 0:
-            harmless = WRITING
         try:
-            outcomes = self._exchange(command, args, rank, harmless)
-            self.comm.check()
-            refusals = [outcome.refusal for outcome in outcomes if outcome.refusal is not None]
-            if refusals and len(refusals) < len(outcomes) and not (writes and outcomes[0].refusal):
-                raise RuntimeError(f"only some ranks could do {command}") from refusals[0]
+            outcomes = self._exchange(command, args, rank, writes)
+            refused = [i for i, outcome in enumerate(outcomes) if outcome.refusal is not None]
+            if refused and len(refused) < len(outcomes) and not (writes and refused[0] == 0):
+                raise Divided(refused[0], f"could not do {command} as others could: {outcomes[refused[0]].refusal}")
         except BaseException as error:
-            alone = self.world_size == 1 or rank == self.comm.rank
-            if (alone and not isinstance(error, PeerLost)) or (failure := self._failed(error)) is error:
+            if self.world_size == 1 or (told := self._ended_by(error)) is error:
                 raise
-            raise failure from error
-        if refusals:
-            raise refusals[0]
+            raise told from error
+        for outcome in outcomes:
+            if outcome.refusal is not None:
+                raise outcome.refusal
         return [outcome.value for outcome in outcomes]
 
-    def _exchange(self, command: str, args: tuple, rank: int | None, harmless: Harmless) -> list[Outcome]:
+    def _exchange(self, command: str, args: tuple, rank: int | None, writes: bool) -> list[Outcome]:
         channels = self._channels if rank is None else [self._channels[rank]]
-        for channel in reversed(channels):  # the one in this process does its part at once: last
-            channel.send(command, args, harmless)
+        for i, channel in enumerate(channels):
+            channel.send(command, args, WRITING if writes and i == 0 else REFUSALS)
         return [channel.receive() for channel in channels]
 
     def call_on(self, arrays: tuple[np.ndarray | None, ...], command: str, *args: Any) -> list[Any]:
@@ -116,18 +120,18 @@ class Team:
 
     # ---- the end
 
-    def _failed(self, error: BaseException) -> BaseException:
+    def _ended_by(self, error: BaseException) -> BaseException:
         """What to raise for an error in this process, after the team has been ended."""
-        if self.world_size == 1 or not isinstance(error, Exception):  # Ctrl-C stays what it is
-            self.close()
-            return error
-        self.fail(Failure.of(self.comm.rank, error))
-        assert self.failure is not None
+        if isinstance(error, Divided):
+            self.fail(Failure(*error.args))
+        elif isinstance(error, PeerLost):  # whoever watches that rank tells how it ended
+            with self._changed:
+                self._changed.wait_for(lambda: self.failure is not None, 2 * PATIENCE)
         self.close()
-        return self.failure.error()
+        return error if self.failure is None else self.failure.error()
 
     def fail(self, failure: Failure) -> None:
-        """End the team, unless that has been done: kill its processes, and end the wait of the rank in this one."""
+        """End the team, unless that has been done: kill its processes."""
         with self._changed:
             if failure.consequence:
                 self._changed.wait_for(lambda: self.failure is not None or self.closed, CAUSE_WITHIN)
@@ -135,7 +139,6 @@ class Team:
                 self.failure = failure
                 for channel in self._sockets:
                     channel.kill()
-                self.comm.abort()
                 for channel in self._sockets:
                     channel.wait()
                 self._changed.notify_all()
@@ -164,14 +167,21 @@ class LaunchedTeam(Team):
         self.comm.barrier()
         self._channels = [LocalChannel(self.worker.run)]
 
-    def _exchange(self, command: str, args: tuple, rank: int | None, harmless: Harmless) -> list[Outcome]:
-        outcome = Outcome()
-        if rank in (None, self.comm.rank):
-            (outcome,) = super()._exchange(command, args, 0 if rank is not None else None, harmless)
+    def _exchange(self, command: str, args: tuple, rank: int | None, writes: bool) -> list[Outcome]:
+        outcome, own = Outcome(), self.comm.rank
+        if rank in (None, own):
+            (outcome,) = super()._exchange(command, args, None, writes and own == 0)
         if command == "step":  # which waits for nobody
+            self.comm.check()
             return [outcome]
         outcomes = self.comm.gather(outcome)
         return outcomes if rank is None else [outcomes[rank]]
+
+    def _ended_by(self, error: BaseException) -> BaseException:
+        if isinstance(error, Exception):  # Ctrl-C stays what it is
+            divided = isinstance(error, Divided)
+            self.fail(Failure(*error.args) if divided else Failure.of(self.comm.rank, error))
+        return super()._ended_by(error)
 
     def fail(self, failure: Failure) -> None:
         first = self.comm.told(CAUSE_WITHIN) if failure.consequence else None

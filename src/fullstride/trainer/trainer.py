@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import sys
 import weakref
@@ -19,7 +20,8 @@ from fullstride.engine import checkpoint
 from fullstride.engine.limits import check_documents, check_sizes
 from fullstride.engine.step import Engine
 from fullstride.errors import ConfigError, OutOfMemory
-from fullstride.model.spec import ModelConfig, num_parameters
+from fullstride.model.lora import adapter_unit
+from fullstride.model.spec import ModelConfig, num_parameters, parameter_table
 from fullstride.ops.cross_entropy import IGNORED
 from fullstride.trainer.setting import DTYPES, Setting
 from fullstride.trainer.team import LaunchedTeam, Team, find_ranks, launched
@@ -34,8 +36,9 @@ class Trainer:
 
     config: the model's sizes. options: method, LoRA, precision, memory, device, seed. gpus: 0 is all there are. A
     micro-step has `batch_size` rows of `seq_len` tokens for each of the `world_size` ranks, an update at most
-    `grad_accum` micro-steps. Rank 0 lives in this process, whose end, by a crash too, is everybody's; the others have
-    processes of their own, ended by `stop`. Under torchrun this is one rank, and all processes make the same calls.
+    `grad_accum` micro-steps. One rank lives in this process, and its crash is this process's; several have processes of
+    their own, ended by `stop` and by the end of this one. Under torchrun this is one rank, and all processes make the
+    same calls.
 
     Raises ConfigError for options and sizes that do not work here, and for arguments of calls; those leave the trainer
     as it was. Where memory is short, here or in a later call, it raises OutOfMemory, which names the segment, the
@@ -71,10 +74,11 @@ class Trainer:
         self.batch_size, self.seq_len, self.grad_accum = batch_size, seq_len, grad_accum
         self._source: Path | None = None  # where the weights came from
         self._has_weights = False
+        self._updates = self._micro_steps = 0  # done; since the last update
         self._supervised = 0  # tokens of all ranks since the last update
         check_sizes(config, batch_size, seq_len, self.device.type)
         setting = Setting(self.options, batch_size, seq_len, grad_accum)
-        setting.engine(config)  # raises what is wrong with it here
+        self._lora, _ = setting.engine(config)  # raises what is wrong with it here
         self._team = (LaunchedTeam if launched() else Team)(config, setting, self.world_size, self.device)
         weakref.finalize(self, self._team.close)  # when it is dropped without `stop`
 
@@ -99,7 +103,7 @@ class Trainer:
 
     @property
     def engine(self) -> Engine:
-        """The engine of the rank in this process."""
+        """The engine of the rank in this process; there is none where ranks have processes of their own."""
         self._check_running()
         assert self._team.worker is not None and self._team.worker.engine is not None
         return self._team.worker.engine
@@ -125,7 +129,7 @@ class Trainer:
     def import_weights(self, path: str | Path) -> None:
         """Weights of a Hugging Face directory (one or several safetensors). Raises ConfigError if they do not fit."""
         self._call("import_weights", Path(path).absolute())
-        self._source, self._has_weights = Path(path), True
+        self._source, self._has_weights = Path(path).absolute(), True
 
     def init_weights(self, seed: int | None = None) -> None:
         """Random weights: N(0, initializer_range), norms 1, biases 0. seed: the options' by default."""
@@ -144,27 +148,33 @@ class Trainer:
         self._check_weights()
         if dtype and dtype not in DTYPES:
             raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-        self._write("export_model", Path(directory), dtype or self.options.dtype, self._source, overwrite)
+        self._write("export_model", Path(directory).absolute(), dtype or self.options.dtype, self._source, overwrite)
 
     def export_adapter(self, directory: str | Path, overwrite: bool = False) -> None:
         """A PEFT directory: adapter_config.json, adapter_model.safetensors, and the base model's tokenizer."""
-        self._write("export_adapter", Path(directory), self._source, overwrite)
+        self._write("export_adapter", Path(directory).absolute(), self._source, overwrite)
 
     def save_checkpoint(self, directory: str | Path, step: int, extra: dict[str, Any] | None = None) -> None:
         """The training state after update `step`, below `directory`; `extra` (JSON's types) comes back on loading.
 
         Raises ConfigError between step and update: accumulated gradients are not part of a checkpoint.
         """
-        if self.engine.micro_steps:
+        try:
+            json.dumps(extra)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"extra must hold JSON's types: {error}") from None
+        self._check_running()
+        if self._micro_steps:
             raise ConfigError("save_checkpoint between step and update would lose the gradients; call update first")
-        self._write("save_checkpoint", Path(directory), step, extra or {})
+        self._write("save_checkpoint", Path(directory).absolute(), step, extra or {})
 
     def load_checkpoint(self, directory: str | Path, step: int | str = checkpoint.LATEST) -> dict[str, Any]:
         """The training state of `step` (a number or "latest"); returns what was saved as `extra`.
 
         Under LoRA that is the adapters' state: the base comes from import_weights.
         """
-        extra = self._call("load_checkpoint", Path(directory).absolute(), step)[0]
+        extra, self._updates = self._call("load_checkpoint", Path(directory).absolute(), step)[0]
+        self._micro_steps = 0
         self._has_weights |= self.options.method == "full"  # under LoRA a checkpoint holds the adapters only
         return extra
 
@@ -182,12 +192,12 @@ class Trainer:
         micro-steps without an update.
         """
         _check_values(z_loss=z_loss)
-        if self.engine.micro_steps >= self.grad_accum:
+        self._check_running()
+        if self._micro_steps >= self.grad_accum:
             raise ConfigError(f"{self.grad_accum} micro-steps (grad_accum) are done; call update before the next step")
         arrays = self._arrays(inputs, targets, documents)
-        if not self.engine.micro_steps:
-            self._supervised = 0
         self._or_stop(self._team.call_on, arrays, "step", float(z_loss))
+        self._micro_steps += 1
         self._supervised += np.count_nonzero(arrays[1] != IGNORED)
 
     def validate(self, inputs: Array, targets: Array, documents: Array | None = None) -> dict[str, float]:
@@ -213,22 +223,24 @@ class Trainer:
 
         Raises ConfigError without a step before it, or when those steps had no supervised token.
         """
-        engine = self.engine
-        if not engine.micro_steps:
+        self._check_running()
+        if not self._micro_steps:
             raise ConfigError("update needs at least one step before it")
         if not self._supervised:
             raise ConfigError(
                 "no supervised token since the last update (all targets are -100): nothing to learn from; call discard"
             )
         _check_values(lr=lr, eps=eps, weight_decay=weight_decay, grad_clip=grad_clip, beta1=beta1, beta2=beta2)
-        step = engine.updates + 1 if step is None else step
-        step = _positive("step", step)
+        step = _positive("step", self._updates + 1 if step is None else step)
         rates = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
-        return self._or_stop(self._call, "update", {"step": step, "grad_clip": grad_clip, **rates})[0]
+        told = self._or_stop(self._call, "update", {"step": step, "grad_clip": grad_clip, **rates})[0]
+        self._updates, self._micro_steps, self._supervised = step, 0, 0
+        return told
 
     def discard(self) -> None:
         """Forget the micro-steps since the last update, as if they had not been made."""
         self._call("discard")
+        self._micro_steps = self._supervised = 0
 
     def _or_stop(self, call: Callable[..., Any], *args: Any) -> Any:
         """`call(*args)`; when that runs out of memory, half of its work may be done, and the trainer is stopped."""
@@ -288,9 +300,12 @@ class Trainer:
     @property
     def num_parameters(self) -> tuple[int, int]:
         """(trainable, total) numbers of parameters; a tied head counts once."""
-        state = self.engine.state
-        total = num_parameters(state.units)
-        return (num_parameters(state.adapters) if self.options.method == "lora" else total), total
+        total, lora = num_parameters(parameter_table(self.config)), self._lora
+        if lora is None:
+            return total, total
+        layers = range(self.config.num_hidden_layers)
+        adapters = num_parameters(tuple(adapter_unit(self.config, lora, layer) for layer in layers))
+        return adapters, total + adapters
 
     def parameters_finite(self) -> bool:
         """Whether no trained parameter is infinite or NaN. The loss of an update is measured before it, so a checkpoint
@@ -321,7 +336,7 @@ class Trainer:
         Raises ConfigError unless called between step and update.
         """
         self._check_rank(rank)
-        if not self.engine.micro_steps:
+        if not self._micro_steps:
             raise ConfigError("gradients exist between step and update; call step first")
         return self._call("gradients", rank=rank)[0]
 

@@ -1,6 +1,6 @@
 """One rank: an engine, and the commands that the Trainer gives it.
 
-Rank 0's worker lives in the caller's process. The others are processes of their own, started by trainer/channel as
+A rank that is alone lives in the caller's process. Several have processes of their own, started by trainer/channel as
 
     python -m fullstride.trainer.worker RANK SOCKET MEMORY CALLER
 
@@ -92,8 +92,9 @@ class Worker:
     def save_checkpoint(self, directory: Path, step: int, extra: dict[str, Any]) -> None:
         checkpoint.save_checkpoint(self._engine, directory, step, extra)
 
-    def load_checkpoint(self, directory: Path, step: int | str) -> dict[str, Any]:
-        return checkpoint.load_checkpoint(self._engine, directory, step)
+    def load_checkpoint(self, directory: Path, step: int | str) -> tuple[dict[str, Any], int]:
+        """What was saved as `extra`, and the number of the update."""
+        return checkpoint.load_checkpoint(self._engine, directory, step), self._engine.updates
 
     # ---- training
 
@@ -186,7 +187,7 @@ def main(rank: int, socket_fd: int, memory_fd: int, caller: int) -> None:
 
     try:
         # the store is here, not in the caller's process: when workers die, waits for them end there
-        store = serve() if rank == 1 else None
+        store = serve() if rank == 0 else None
         answer(Outcome(store and store.port))
         config, setting, world_size, port, device, threads = commands.get()
         torch.set_num_threads(threads)
@@ -194,8 +195,7 @@ def main(rank: int, socket_fd: int, memory_fd: int, caller: int) -> None:
         worker = Worker(config, setting, join(port, rank, world_size, device), device, tokens)
         answer(Outcome())
         while True:
-            command, args = commands.get()
-            answer(attempt(worker.run, command, args))
+            answer(attempt(worker.run, *commands.get()))
     except BaseException as error:
         with suppress(OSError):  # the caller is gone too
             answer(Failure.of(rank, error))
