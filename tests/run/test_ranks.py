@@ -5,6 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +20,6 @@ from fullstride.cli.main import main
 from fullstride.config import FinetuneConfig
 from fullstride.config.keys import parse
 from fullstride.data.loader import Batch, Loader
-from fullstride.errors import ConfigError
 from fullstride.run.finetune import Run, run_finetune
 from fullstride.run.metrics import read_events, read_metrics
 from fullstride.trainer.trainer import Trainer
@@ -27,6 +30,7 @@ from tests.trainer.test_workers import workers
 # the sign of gradients that are only noise
 SMALL = {"epochs": 2, "lora_rank": 4, "eps": 1e-4, "save_every": 1, "keep": 9}
 TOLERANCE = 1e-5
+SRC = Path(__file__).resolve().parents[2] / "src"
 ROWS = 21  # four ranks' rows a micro-step, two of those an update: the last window has four rows and one
 
 
@@ -91,7 +95,8 @@ def test_every_row_once_an_epoch(model_dir: Path, data: Path, tmp_path: Path, mo
 
 
 def words(values: dict[str, Any]) -> list[str]:
-    return ["finetune", *(w for name, value in values.items() for w in (f"--{name.replace('_', '-')}", str(value)))]
+    given = {f"--{name.replace('_', '-')}": str(value) for name, value in values.items() if value is not None}
+    return ["finetune", *(word for flag in given.items() for word in flag)]
 
 
 @pytest.mark.parametrize("place", ["step", "save", "export"])
@@ -162,8 +167,70 @@ def test_a_stop_saves_the_state(model_dir: Path, data: Path, tmp_path: Path, mon
     assert len(read_metrics(out / "metrics.csv")) == 6
 
 
-def test_a_launcher_is_refused(model_dir: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match="finetune starts its workers itself; run it once, without a launcher"):
-        run(model_dir, data, tmp_path / "run")
+def agents(command: list[str], *, port: int) -> list[subprocess.Popen]:
+    """Two torchrun agents with a process each, as on two machines that share a file system."""
+    words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+    words += ["--master-addr", "127.0.0.1", "--master-port", str(port)]
+    env = {**os.environ, "PYTHONPATH": f"{os.environ.get('PYTHONPATH', '')}:{SRC}", "OMP_NUM_THREADS": "1"}
+    return [
+        subprocess.Popen(
+            [*words, "--node-rank", str(node), "-m", "fullstride", *command],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=env,
+        )
+        for node in range(2)
+    ]
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def test_two_machines_train_as_one(model_dir: Path, data: Path, tmp_path: Path) -> None:
+    """And a stop of one of them stops both at the same update; the same command completes the run."""
+    out, whole = tmp_path / "run", tmp_path / "whole"
+    small = SMALL | {"schedule": "constant", "warmup": 0, "save_every": 0}  # rates that do not depend on the length
+    command = words(keys(model_dir, data, out, **small | {"gpus": 0, "zero": 3, "epochs": 40}))
+    both = agents(command, port=free_port())
+    until = time.monotonic() + 60
+    while not read_metrics(out / "metrics.csv") and time.monotonic() < until:
+        time.sleep(0.05)
+    both[1].send_signal(signal.SIGTERM)
+    ends = [process.communicate(timeout=60) for process in both]
+    assert both[0].returncode != 0 and both[1].returncode != 0
+    done = len(read_metrics(out / "metrics.csv"))
+    assert done > 0 and f"interrupted: state of step {done} is saved" in ends[0][0], ends
+    assert ends[1][0] == "", "one prints for all"
+
+    command = words(keys(model_dir, data, out, **small | {"gpus": 0, "zero": 3, "steps": done + 2, "epochs": None}))
+    both = agents(command, port=free_port())
+    ends = [process.communicate(timeout=60) for process in both]
+    assert [process.returncode for process in both] == [0, 0], ends
+    assert f"resumed at step {done} of {done + 2}" in ends[0][0]
+    run(model_dir, data, whole, **small | {"batch_size": 4, "steps": done + 2, "epochs": None})
+    check_same(out, whole)
+
+
+def test_a_machine_that_fails(model_dir: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both agents end within 30 seconds, and the first failure is named."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os\n"
+        "if os.environ.get('RANK') == '1':\n"
+        "    from fullstride.engine.step import Engine\n"
+        "    def fault(*_):\n"
+        "        raise ArithmeticError('the fault')\n"
+        "    Engine._update_piece = fault\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    begin = time.monotonic()
+    command = words(keys(model_dir, data, tmp_path / "run", **SMALL | {"gpus": 0}))
+    both = agents(command, port=free_port())
+    ends = [process.communicate(timeout=60) for process in both]
+    assert all(process.returncode not in (0, None) for process in both)
+    assert time.monotonic() - begin < 30
+    assert "fullstride: error: rank 1 failed:" in ends[0][1] and "ArithmeticError: the fault" in ends[0][1]
+    assert "ArithmeticError: the fault" in ends[1][1]

@@ -23,7 +23,7 @@ from fullstride.model.spec import ModelConfig
 from fullstride.run.directory import RunDirectory
 from fullstride.run.inputs import data_digest, weights_digest
 from fullstride.run.source import find_model, load_tokenizer, padding_id
-from fullstride.trainer.team import find_ranks, launched
+from fullstride.trainer.team import find_ranks, leads
 
 
 @dataclass(frozen=True)
@@ -118,8 +118,6 @@ def prepare(config: FinetuneConfig) -> Job:
 
     Raises ConfigError, UsageError or DataError for whatever can be refused without the weights.
     """
-    if launched():
-        raise ConfigError("finetune starts its workers itself; run it once, without a launcher, with gpus = 0 for all")
     ranks, _ = find_ranks(config.gpus, resolve_device(config.device))
     config = dataclasses.replace(config, gpus=ranks).resolved()
     model_path = find_model(config.model)
@@ -128,7 +126,8 @@ def prepare(config: FinetuneConfig) -> Job:
     directory = RunDirectory(Path(config.out))
     resume_step = 0
     if not config.dry_run:
-        directory.check_free()
+        if leads():
+            directory.check_free()
         resume_step = directory.start_step(config)
     position = read_record(directory.checkpoints, resume_step)[1].get("position", 0) if resume_step else 0
     # a checkpoint holds the adapter already

@@ -118,7 +118,14 @@ class Team:
         self.tokens.write(*arrays)
         return self.call(command, arrays[2] is not None, *args)
 
+    def agree(self, value: Any) -> list[Any]:
+        """The `value` of every process that drives the ranks: of this one alone, or of all that torchrun started."""
+        return [value]
+
     # ---- the end
+
+    def abandon(self, error: BaseException) -> None:
+        """This process goes on no more with what all do, because of an error in it: nobody shall wait for it."""
 
     def _ended_by(self, error: BaseException) -> BaseException:
         """What to raise for an error in this process, after the team has been ended."""
@@ -177,6 +184,18 @@ class LaunchedTeam(Team):
         outcomes = self.comm.gather(outcome)
         return outcomes if rank is None else [outcomes[rank]]
 
+    def agree(self, value: Any) -> list[Any]:
+        try:
+            return self.comm.gather(value)
+        except BaseException as error:
+            if (told := self._ended_by(error)) is error:
+                raise
+            raise told from error
+
+    def abandon(self, error: BaseException) -> None:
+        if not self.closed:
+            self._ended_by(error)
+
     def _ended_by(self, error: BaseException) -> BaseException:
         if isinstance(error, Exception):  # Ctrl-C stays what it is
             divided = isinstance(error, Divided)
@@ -209,6 +228,11 @@ def find_ranks(gpus: int, device: str) -> tuple[int, torch.device]:
         raise ConfigError(f"gpus = {gpus}, but this machine has {there}; set gpus to at most {there}, or to 0 for all")
     gpus = gpus or there
     return gpus, torch.device("cuda", 0 if gpus > 1 else torch.cuda.current_device())
+
+
+def leads() -> bool:
+    """Whether this process writes and prints for all: the only one, or the first that torchrun started."""
+    return launched() is None or os.environ["RANK"] == "0"
 
 
 def launched() -> tuple[int, int] | None:

@@ -92,7 +92,9 @@ class Trainer:
     def __enter__(self) -> Trainer:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self._team.abandon(error)
         self.stop()
 
     def stop(self) -> None:
@@ -107,6 +109,12 @@ class Trainer:
         self._check_running()
         assert self._team.worker is not None and self._team.worker.engine is not None
         return self._team.worker.engine
+
+    def agree(self, value: Any) -> list[Any]:
+        """Under torchrun the (pickled) `value` of every process, on each of them, which all make this call; else
+        [value]."""
+        self._check_running()
+        return self._team.agree(value)
 
     def _call(self, command: str, *args: Any, rank: int | None = None) -> list[Any]:
         """The answers of all ranks, or of one."""
