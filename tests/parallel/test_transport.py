@@ -48,7 +48,7 @@ def other_than(x: torch.Tensor, rank: int, size: int) -> torch.Tensor:
 def moves(transport: Transport, rank: int, size: int, dtype: torch.dtype, device: str, late: Callable) -> None:
     """Every move, several rounds over the same buffers; `late` is called wherever a rank may be behind."""
     part, flat = buffer(transport, N, dtype, device), buffer(transport, size * N, dtype, device)
-    received = [buffer(transport, size * N, dtype, device) for _ in range(2)]
+    received = buffer(transport, size * N, dtype, device)
     own = flat[rank * N : (rank + 1) * N]
     # views at an offset, and memory that is not the transport's
     whole, sent = (torch.full((2 * size * N,), 99, dtype=dtype, device=device)[size * N :] for _ in range(2))
@@ -68,14 +68,15 @@ def moves(transport: Transport, rank: int, size: int, dtype: torch.dtype, device
             late()
             transport.gather(part, whole).wait()
             assert torch.equal(whole, firsts)
-        target = received[round % 2]
-        late()
-        sent.copy_(every[rank])
-        work = transport.exchange(sent, target)
-        late()
-        work.wait()
-        expected = torch.cat([x.view(size, -1)[rank] for x in every])
-        assert torch.equal(other_than(target, rank, size), other_than(expected, rank, size))
+        for factor in (1, -1):  # into one buffer, which the others leave alone until it has been read
+            late()
+            sent.copy_(factor * every[rank])
+            work = transport.exchange(sent, received)
+            late()
+            work.wait()
+            late()
+            expected = factor * torch.cat([x.view(size, -1)[rank] for x in every])
+            assert torch.equal(other_than(received, rank, size), other_than(expected, rank, size))
 
 
 def on_hosts(comm: Communicator, by_copy: bool, dtype: torch.dtype) -> str:
@@ -105,8 +106,10 @@ def test_one_rank_has_nothing_to_copy() -> None:
 
 
 def meet_at_random(size: int, seed: int, turns: tuple[int, ...]) -> bool:
-    """Ranks meet nine times by the words `turns` in turn, one operation at a time, of whoever is drawn. Whether all come
-    to the end, and no signal is overwritten unseen."""
+    """Ranks meet nine times by the words `turns` in turn, one operation at a time, of whoever is drawn.
+
+    Whether all come to the end, and no signal is overwritten unseen.
+    """
     draw, meetings = random.Random(seed), 9
     programs = [
         [step for m in range(meetings) for step in meeting(rank, size, turns[m % len(turns)])] for rank in range(size)
