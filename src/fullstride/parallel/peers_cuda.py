@@ -105,6 +105,7 @@ class CudaPeers(Peers):
         self._words, handle = self._allocate((2, self.size), torch.int32)
         self._context = ctypes.c_void_p()
         self._driver("cuCtxGetCurrent", ctypes.byref(self._context))
+        self._operate([_MemoryOperation(WRITE, self._words.data_ptr(), 0)])  # where there are no such, it is said now
         return self._device.index, handle
 
     def _accept(self, offers: list[Any]) -> None:
@@ -163,6 +164,9 @@ class CudaPeers(Peers):
             place = self._words[word]
             address = place.data_ptr() if whose == self.rank else self._address(whose, place)
             operations.append(_MemoryOperation(operation, address, value, EQUAL if operation == WAIT else 0))
+        self._operate(operations)
+
+    def _operate(self, operations: list[_MemoryOperation]) -> None:
         array = (_MemoryOperation * len(operations))(*operations)
         self._driver("cuStreamBatchMemOp_v2", self._stream.cuda_stream, len(operations), array, 0)
 
