@@ -151,7 +151,11 @@ def connect(comm: Communicator) -> Peers | None:
     for rank, obstacle in enumerate(obstacles):
         if obstacle:
             if comm.rank == 0:
-                log.warning("copy engines cannot serve here, NCCL does instead; rank %d: %s", rank, obstacle)
+                log.warning(
+                    "ranks cannot copy between their memories here, NCCL (on CPUs Gloo) serves instead; rank %d: %s",
+                    rank,
+                    obstacle,
+                )
             return None
     peers.contacted()
     return peers
