@@ -91,8 +91,6 @@ def test_refuses_by_name(keys: dict[str, object], message: str) -> None:
         ("microbatches", 2),
         ("matmul", "fp8"),
         ("offload", ("m", "v")),
-        ("gather_by", "copy"),
-        ("send_by", "copy"),
         ("keep_best", True),
         ("profile", 2),
     ],
@@ -110,6 +108,9 @@ def test_what_does_not_work_yet_is_refused_never_ignored(key: str, value: object
         ({"zero": 4}, r"zero must be at most 3, got 4"),
         ({"gpus": -1}, r"gpus must be at least 0, got -1"),
         ({"grad_reduce": "all-to-all"}, r"from zero = 2 on; got zero = 1; set zero = 2, or leave grad-reduce out"),
+        ({"gather_by": "copy", "zero": 0}, r"from zero = 1 on; got zero = 0; set zero = 1, or leave gather-by out"),
+        ({"send_by": "copy"}, r"got grad-reduce = reduce-scatter; set grad-reduce = all-to-all and zero = 2 or 3, or"),
+        ({"send_by": "nvlink"}, r"send-by must be one of nccl, copy; got 'nvlink'"),
         (
             {"gpus": 2, "dtype": "bf16", "grad_dtype": "fp32"},
             r"grad-dtype = fp32 beside dtype = bf16 .* zero = 2 or 3; got zero = 1 and 2 ranks; set zero = 2, or",
@@ -125,6 +126,16 @@ def test_what_ranks_can_do_is_legal() -> None:
     assert finetune(gpus=2, zero=3, grad_reduce="all-to-all", dtype="bf16", grad_dtype="fp32").options().dp == 0
     assert finetune(gpus=2, device="cpu").resolved().options().dp == 2
     Options(dtype="bf16", grad_dtype="fp32")  # one rank
+    finetune(gpus=2, zero=2, grad_reduce="all-to-all", gather_by="copy", send_by="copy")
+
+
+@pytest.mark.parametrize("keys", [{"gather_by": "copy"}, {"zero": 2, "grad_reduce": "all-to-all", "send_by": "copy"}])
+def test_copies_need_linux(keys: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    options = Options(device="cpu", **keys)  # type: ignore[arg-type]
+    options.resolved()
+    monkeypatch.setattr("sys.platform", "darwin")
+    with pytest.raises(ConfigError, match="as on Linux, this is darwin; set nccl for both, or leave them out"):
+        options.resolved()
 
 
 def test_a_flag_for_gpus_replaces_the_files_dp(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from tests.ranks import RankTrainer, together
 pytestmark = pytest.mark.xdist_group("ranks")
 
 SHARINGS = [Sharing(0), Sharing(1), Sharing(2), Sharing(2, True), Sharing(3), Sharing(3, True)]
+COPIED = [Sharing(1, gather_by_copy=True), Sharing(2, True, True, True), Sharing(3, True, True, True)]
 ROWS, SEQ_LEN = 2, 16  # of each rank
 # eps: under a bias, which starts at zero, AdamW would make a step of the sign of a gradient that is only noise
 HYPER = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-5, "weight_decay": 0.1, "grad_clip": 1.0}
@@ -74,7 +75,15 @@ def train(
 
 @pytest.mark.parametrize(
     ("sharing", "method"),
-    [(Sharing(0), {}), (Sharing(1), LORA), (Sharing(2), {}), (Sharing(2, True), LORA), (Sharing(3, True), {})],
+    [
+        (Sharing(0), {}),
+        (Sharing(1), LORA),
+        (Sharing(2), {}),
+        (Sharing(2, True), LORA),
+        (Sharing(3, True), {}),
+        (COPIED[0], LORA),
+        (COPIED[2], {}),
+    ],
     ids=str,
 )
 def test_replicas_are_equal_after_50_updates_in_bf16(sharing: Sharing, method: dict[str, Any]) -> None:
@@ -233,7 +242,7 @@ def export(comm: Communicator, sharing: Sharing, options: dict[str, Any], direct
 
 
 @pytest.mark.parametrize("method", [{}, LORA], ids=["full", "lora"])
-@pytest.mark.parametrize("sharing", [Sharing(0), Sharing(1), Sharing(3)], ids=str)
+@pytest.mark.parametrize("sharing", [Sharing(0), Sharing(1), Sharing(3), COPIED[0], COPIED[2]], ids=str)
 def test_one_model_and_one_adapter_are_written_and_read_back(
     sharing: Sharing, method: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -260,7 +269,7 @@ def held(comm: Communicator, options: dict[str, Any], sharing: Sharing) -> dict[
 
 
 @pytest.mark.parametrize("options", [BF16, BF16 | {"grad_dtype": "fp32"}, LORA | {"dtype": "bf16"}], ids=str)
-@pytest.mark.parametrize("sharing", SHARINGS, ids=str)
+@pytest.mark.parametrize("sharing", SHARINGS + COPIED, ids=str)
 def test_every_rank_holds_what_was_predicted(sharing: Sharing, options: dict[str, Any]) -> None:
     if sharing.zero < 2 and options.get("grad_dtype"):
         pytest.skip("float32 sums over ranks need zero 2")

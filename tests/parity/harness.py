@@ -62,6 +62,8 @@ class Split:
     ranks: int = 1
     zero: int = 1
     all_to_all: bool = False
+    gather_by_copy: bool = False
+    send_by_copy: bool = False
 
 
 @dataclass
@@ -98,7 +100,7 @@ def make_trainer(
         trainer = Trainer(MODELS[model], options, **sizes)
         trainer.init_weights(seed=1)
     else:
-        sharing = Sharing(split.zero, split.all_to_all)
+        sharing = Sharing(split.zero, split.all_to_all, split.gather_by_copy, split.send_by_copy)
         trainer = RankTrainer(comm, MODELS[model], options, **sizes, sharing=sharing)
         init_weights(trainer.engine, 1)
     _same_start_everywhere(trainer.engine)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ FEATURES = {
     "accumulation": (1, 3, 4),
     "zero": (0, 1, 2, 3),
     "all_to_all": (False, True),
+    "gather_by_copy": (False, True),
+    "send_by_copy": (False, True),
     "packing": (False, True),
     "recompute": ((), ("block",)),
     "method": ("full", "lora"),
@@ -40,7 +43,13 @@ FEATURES = {
 
 def combinations() -> list[dict[str, Any]]:
     every = (dict(zip(FEATURES, values, strict=True)) for values in itertools.product(*FEATURES.values()))
-    return [c for c in every if c["zero"] >= 2 or not c["all_to_all"]]
+    return [c for c in every if is_legal(c)]
+
+
+def is_legal(c: dict[str, Any]) -> bool:
+    """As config/rules has it."""
+    exchanged, gathered = c["zero"] >= 2 or not c["all_to_all"], c["zero"] >= 1 or not c["gather_by_copy"]
+    return exchanged and gathered and (c["all_to_all"] or not c["send_by_copy"])
 
 
 @cache
@@ -86,5 +95,19 @@ def test_gathered_weights_give_the_bits_of_weights_that_stay(method: str, all_to
     a, b = (
         run(Split(ranks=2, accumulation=3, zero=zero, all_to_all=all_to_all), "adamw", METHODS[method], Path())
         for zero in (2, 3)
+    )
+    same_bits(a, b)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(("zero", "method"), [(1, "full"), (2, "lora"), (3, "full"), (3, "lora")])
+def test_copies_give_the_bits_of_collectives(ranks: int, zero: int, method: str) -> None:
+    """They move the same bits, and what is received is summed in the same order."""
+    split = Split(ranks=ranks, accumulation=3, zero=zero, all_to_all=zero >= 2)
+    a, b = (
+        run(
+            replace(split, gather_by_copy=by_copy, send_by_copy=by_copy and zero >= 2), "adamw", METHODS[method], Path()
+        )
+        for by_copy in (False, True)
     )
     same_bits(a, b)

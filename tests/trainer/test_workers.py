@@ -135,10 +135,12 @@ LORA = {"method": "lora", "lora_rank": 2}
     [
         ({}, {"zero": 1}),
         ({}, {"zero": 3, "grad_reduce": "all-to-all"}),
+        ({}, {"zero": 1, "gather_by": "copy"}),
+        ({}, {"zero": 3, "grad_reduce": "all-to-all", "gather_by": "copy", "send_by": "copy"}),
         (LORA, {"zero": 0}),
         (LORA, {"zero": 3}),
     ],
-    ids=["full-zero1", "full-zero3-all-to-all", "lora-zero0", "lora-zero3"],
+    ids=["full-zero1", "full-zero3-all-to-all", "full-zero1-copy", "full-zero3-copy", "lora-zero0", "lora-zero3"],
 )
 def test_two_ranks_equal_one(method: dict, sharing: dict, tmp_path: Path, nothing_left: None) -> None:
     """And a checkpoint of the two goes on as one, and of the one as two that share something else."""
@@ -283,14 +285,21 @@ def test_a_trainer_that_is_dropped(nothing_left: None) -> None:
 def test_what_is_not_refused_can_be_built() -> None:
     """Every combination of what concerns sharing, on one and two ranks: refused by name, or an engine of it exists."""
     built = refused = 0
-    for ranks, zero, reduction, dtype, grads, method in itertools.product(
-        (1, 2), range(4), ("reduce-scatter", "all-to-all"), ("bf16", "fp32"), ("bf16", "fp32"), ("full", "lora")
-    ):
-        keys = {"zero": zero, "grad_reduce": reduction, "dtype": dtype, "grad_dtype": grads, "method": method}
+    values = {
+        "zero": range(4),
+        "grad_reduce": ("reduce-scatter", "all-to-all"),
+        "gather_by": ("nccl", "copy"),
+        "send_by": ("nccl", "copy"),
+        "dtype": ("bf16", "fp32"),
+        "grad_dtype": ("bf16", "fp32"),
+        "method": ("full", "lora"),
+    }
+    for ranks, *chosen in itertools.product((1, 2), *values.values()):
+        keys = dict(zip(values, chosen, strict=True))
         try:
             options = Options(device="cpu", dp=ranks, **keys).resolved()
         except UsageError as error:
-            assert re.search("(set|leave) .*(zero = 2|dtype = bf16)", str(error))
+            assert re.search("(set|leave) .*(zero = [12]|dtype = bf16)", str(error))
             refused += 1
             continue
         predict(CONFIG, *Setting(options, 2, SEQ_LEN, 1).engine(CONFIG), "cpu", ranks=ranks)
@@ -344,10 +353,14 @@ PLACES = {
     "meeting": ("fullstride.parallel.rendezvous", "_group"),
     "step": (STEP, "Engine._backward_piece"),
     "gather": ("fullstride.parallel.weights", "GatheredWeights.get"),
+    "exchange": ("fullstride.parallel.transport", "Copies.exchange"),
     "validate": (STEP, "Engine.validate"),
     "update": (STEP, "Engine._update_piece"),
     "optimizer": ("fullstride.engine.optimizer", "adamw"),
 }
+
+
+COPIES = {"zero": 3, "grad_reduce": "all-to-all", "gather_by": "copy", "send_by": "copy"}
 
 
 def faulty(directory: Path, place: str, fault: str, monkeypatch: pytest.MonkeyPatch, rank: int = 1) -> None:
@@ -372,28 +385,39 @@ def use(trainer: Trainer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "fault", "gpus", "zero"),
+    ("place", "fault", "gpus", "options"),
     [
-        ("start", "raise", 2, 1),
-        ("small", "little memory", 2, 1),
-        ("meeting", "kill", 3, 1),
-        ("step", "kill", 2, 3),
-        ("gather", "kill", 3, 3),
-        ("validate", "exit", 2, 3),
-        ("update", "raise", 3, 2),
-        ("update", "kill", 2, 0),
-        ("optimizer", "memory", 2, 3),
-        ("optimizer", "abort", 2, 1),
+        ("start", "raise", 2, {}),
+        ("small", "little memory", 2, {}),
+        ("small", "little memory", 2, {"gather_by": "copy"}),
+        ("meeting", "kill", 3, {}),
+        ("step", "kill", 2, {"zero": 3}),
+        ("step", "raise", 3, COPIES),
+        ("gather", "kill", 3, {"zero": 3}),
+        ("gather", "kill", 3, COPIES),
+        ("exchange", "kill", 2, COPIES),
+        ("validate", "exit", 2, {"zero": 3}),
+        ("update", "raise", 3, {"zero": 2}),
+        ("update", "kill", 2, {"zero": 0}),
+        ("optimizer", "memory", 2, {"zero": 3}),
+        ("optimizer", "abort", 2, {}),
+        ("optimizer", "kill", 3, {"gather_by": "copy"}),
     ],
 )
 def test_a_worker_fails(
-    place: str, fault: str, gpus: int, zero: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nothing_left: None
+    place: str,
+    fault: str,
+    gpus: int,
+    options: dict,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    nothing_left: None,
 ) -> None:
     """Rank 1 fails, while the others wait for it."""
     faulty(tmp_path, place, fault, monkeypatch)
     _, kind, message = FAULTS[fault]
     with pytest.raises(kind, match=message) as error:
-        use(make(gpus, rows=6, zero=zero))
+        use(make(gpus, rows=6, **options))
     assert time.monotonic() - float((tmp_path / "when").read_text()) < WITHIN  # one clock for all processes
     assert not workers()
     assert not isinstance(error.value, WorkerError) or error.value.rank == 1

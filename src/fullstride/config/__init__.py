@@ -7,6 +7,7 @@ this version; everything is checked at construction, so a configuration that exi
 from __future__ import annotations
 
 import dataclasses
+import sys
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Self
@@ -108,8 +109,12 @@ class Options:
     )
     microbatches: int = key(0, "micro-batches per micro-step; automatic: batch-size", now=(0,), may_change=True)
     grad_reduce: str = key("reduce-scatter", "how gradients are reduced", choices=("reduce-scatter", "all-to-all"))
-    gather_by: str = key("nccl", "what gathers weights", choices=("nccl", "copy"), now=("nccl",))
-    send_by: str = key("nccl", "what sends between pipeline stages", choices=("nccl", "copy"), now=("nccl",))
+    gather_by: str = key(
+        "nccl", "what gathers weights that ranks share out: NCCL, or copy engines", choices=("nccl", "copy")
+    )
+    send_by: str = key(
+        "nccl", "what exchanges gradients under all-to-all: NCCL, or copy engines", choices=("nccl", "copy")
+    )
     deterministic: bool = key(False, "the same run gives the same bits on a GPU too (on a CPU always)")
     attention: str = key(
         "",
@@ -146,6 +151,11 @@ class Options:
     def resolved(self) -> Self:
         """The same configuration with everything automatic decided (this looks at the machine)."""
         device = resolve_device(self.device)
+        if "copy" in (self.gather_by, self.send_by) and sys.platform != "linux":
+            raise ConfigError(
+                f"gather-by and send-by = copy need memory that processes share as on Linux, this is {sys.platform}; "
+                "set nccl for both, or leave them out"
+            )
         dtype = self.dtype or default_dtype(device)
         return dataclasses.replace(
             self,

@@ -49,6 +49,16 @@ RULES = (
         "got zero = {o.zero}; set zero = 2, or leave grad-reduce out",
     ),
     Rule(
+        lambda o, ranks: o.send_by == "copy" and o.grad_reduce != "all-to-all",
+        "send-by = copy concerns gradients that are exchanged, grad-reduce = all-to-all; got grad-reduce = "
+        "{o.grad_reduce}; set grad-reduce = all-to-all and zero = 2 or 3, or leave send-by out",
+    ),
+    Rule(
+        lambda o, ranks: o.gather_by == "copy" and o.zero < 1,
+        "gather-by = copy concerns weights of which ranks update parts, which they do from zero = 1 on; "
+        "got zero = {o.zero}; set zero = 1, or leave gather-by out",
+    ),
+    Rule(
         lambda o, ranks: ranks > 1 and o.zero < 2 and o.dtype == "bf16" and o.grad_dtype == "fp32",
         "grad-dtype = fp32 beside dtype = bf16 needs shared gradients where there are several ranks, zero = 2 or 3; "
         "got zero = {o.zero} and {ranks} ranks; set zero = 2, or leave grad-dtype out",

@@ -111,6 +111,7 @@ def load_checkpoint(engine: Engine, directory: str | Path, step: int | str = LAT
                         f"{folder / name}.safetensors: {key} is missing or has another size; resume from another step"
                     )
     with engine.comm.committed():
+        state.weights.start_writing()
         for name in state.trained:
             for key in state.buffers(name):
                 state.load_buffer(name, key, files[name].get(key))

@@ -52,6 +52,7 @@ class Optimizer:
         clip = (values[GRAD_CLIP] / self.grad_norm).clamp(max=1.0)
         torch.div(clip, tokens, out=values[GRAD_SCALE])
         hyper = values[: GRAD_SCALE + 1]
+        weights.start_writing()
         for name, unit in self._units.items():
             decayed = min(max(unit.layout.decayed - unit.part.start, 0), len(unit.param))
             for decay, part in ((True, slice(0, decayed)), (False, slice(decayed, len(unit.param)))):

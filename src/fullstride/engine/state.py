@@ -31,6 +31,7 @@ from fullstride.parallel.gradients import (
     UnshardedGradients,
 )
 from fullstride.parallel.shards import ShardMap
+from fullstride.parallel.transport import Zeros, make_transport
 from fullstride.parallel.weights import GatheredWeights, ReplicatedWeights, Views, WeightUnit
 
 Brought = TypeVar("Brought")
@@ -50,10 +51,13 @@ class Precision:
 
 @dataclass(frozen=True)
 class Sharing:
-    """What ranks share out: the level `zero`, and whether blocks' gradients are exchanged by all-to-all."""
+    """What ranks share out: the level `zero`, and whether blocks' gradients are exchanged by all-to-all; and whether
+    weights are gathered and gradients exchanged by copy engines."""
 
     zero: int = 1
     all_to_all: bool = False
+    gather_by_copy: bool = False
+    send_by_copy: bool = False
 
 
 @dataclass(frozen=True)
@@ -113,12 +117,13 @@ class State:
     def _owned(self, unit: str) -> slice:
         return self._maps[unit].owned(self.owners.rank)
 
-    def _shared_buffers(self, segment: str, slots: dict[str, str]) -> dict[str, torch.Tensor]:
-        """A whole flat buffer for every unit, those of one slot (by unit name) in one memory."""
+    def _shared_buffers(self, segment: str, slots: dict[str, str], make: Zeros | None = None) -> Views:
+        """A whole flat buffer for every unit, those of one slot (by unit name) in one memory, which `make` makes."""
         sizes: dict[str, int] = {}
         for unit, slot in slots.items():
             sizes[slot] = max(sizes.get(slot, 0), self._maps[unit].whole)
-        buffers = {slot: self._arena.zeros(segment, (size,), self._precision.param) for slot, size in sizes.items()}
+        dtype = self._precision.param
+        buffers = {slot: self._arena.zeros(segment, (size,), dtype, make) for slot, size in sizes.items()}
         return {unit: buffers[slot][: self._maps[unit].whole] for unit, slot in slots.items()}
 
     def _make_weights(self) -> ReplicatedWeights:
@@ -126,7 +131,8 @@ class State:
         names = [unit.name for unit in self.units]
         segments = {unit.name: "weights" if unit in self.base else "adapters" for unit in self.units}
         sizes = {name: self._maps[name].part if gathered else self._maps[name].whole for name in names}
-        held = {name: self._arena.zeros(segments[name], (sizes[name],), self._precision.param) for name in names}
+        transport, dtype = make_transport(self.owners, self._sharing.gather_by_copy), self._precision.param
+        held = {name: self._arena.zeros(segments[name], (sizes[name],), dtype, transport.zeros) for name in names}
         # an untied embedding is done with before the head is wanted
         slots = {name: _turn(name) or ("ends" if not self.tied else name) for name in names}
         flats = self._shared_buffers("gathered", slots) if gathered else held
@@ -137,7 +143,7 @@ class State:
             part = held[name] if gathered else flat[self._owned(name)]
             units[name] = WeightUnit(flat, layout.views(flat) | extended, part)
         self.views = {name: self._layouts[name].views(flat) for name, flat in flats.items()}
-        return GatheredWeights(units, self.owners) if gathered else ReplicatedWeights(units, self.owners)
+        return (GatheredWeights if gathered else ReplicatedWeights)(units, self.owners, transport)
 
     def _make_trained(self, name: str, index: int) -> TrainedUnit:
         precision, zeros, part = self._precision, self._arena.zeros, self._owned(name)
@@ -166,8 +172,9 @@ class State:
         }
         if not self._sharing.all_to_all:
             return ShardedGradients(units, self._comm, shards, blocks, self._rng)
-        received = self._shared_buffers("gradients", {name: slots[name] for name in shards})
-        return AllToAllGradients(units, self._comm, shards, blocks, self._rng, received)
+        transport = make_transport(self._comm, self._sharing.send_by_copy)
+        received = self._shared_buffers("gradients", {name: slots[name] for name in shards}, transport.zeros)
+        return AllToAllGradients(units, self._comm, shards, blocks, self._rng, received, transport)
 
     def _gradient(self, name: str, flat: torch.Tensor) -> tuple[Views, slice, slice]:
         """(views, what is added into from the start, this rank's part) of a unit's gradient."""
@@ -240,7 +247,7 @@ class State:
         return found
 
     def load_buffer(self, unit: str, name: str, whole: torch.Tensor) -> None:
-        """Take this rank's part of what `whole_buffers` gave."""
+        """Take this rank's part of what `whole_buffers` gave: after `weights.start_writing()`."""
         part, buffer = self.trained[unit].part, self.buffers(unit)[name]
         own = whole[part]
         buffer[: len(own)] = own  # the rest is padding
@@ -290,13 +297,15 @@ class State:
 
     def values_written(self) -> None:
         """The most digits were written from outside: bring the parameters up to date."""
+        self.weights.start_writing()
         for unit in self.trained.values():
             if unit.master is not None:
                 unit.param.copy_(unit.master)
         self.parts_written()
 
     def parts_written(self) -> None:
-        """This rank's parts of the trained parameters were written: spread them, as far as they are held whole."""
+        """This rank's parts of the trained parameters were written, after `weights.start_writing()`: spread them, as
+        far as they are held whole."""
         for name in self.trained:
             self.weights.written(name)
         self.weights.settle()

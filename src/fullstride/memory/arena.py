@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -83,8 +83,14 @@ class Arena:
         self.segments: dict[str, int] = {}
         self._pinned: dict[str, int] = {}
 
-    def zeros(self, segment: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A zero-filled buffer, counted under `segment`.
+    def zeros(
+        self,
+        segment: str,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        make: Callable[[tuple[int, ...], torch.dtype], torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """A zero-filled buffer, counted under `segment`. make: what allocates it, where that is not torch alone.
 
         Raises OutOfMemory with the segment and the missing bytes when the device cannot hold it. On torch's device
         `meta`, which holds shapes and no bytes, everything fits and is counted all the same: a plan.
@@ -93,9 +99,10 @@ class Arena:
         try:
             if self.device.type == "cpu" and size > free_memory(self.device, sum(self.segments.values())):
                 raise MemoryError  # the kernel would promise it, and kill the process once it is used
-            buffer = torch.zeros(shape, dtype=dtype, device=self.device)
+            buffer = make(shape, dtype) if make else torch.zeros(shape, dtype=dtype, device=self.device)
         except (RuntimeError, MemoryError) as error:  # a GPU's OutOfMemoryError is a RuntimeError; a CPU's is plain
-            if self.device.type == "cuda" and not isinstance(error, torch.OutOfMemoryError):
+            plain = self.device.type != "cuda" and make is None
+            if not plain and not isinstance(error, torch.OutOfMemoryError | MemoryError):
                 raise
             raise OutOfMemory(shortage(self.device, segment, size, self.segments)) from error
         self.segments[segment] = self.segments.get(segment, 0) + size

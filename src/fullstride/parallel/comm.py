@@ -19,6 +19,7 @@ from __future__ import annotations
 import pickle
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol
@@ -42,8 +43,15 @@ class Work(Protocol):
         """Let what follows wait for it. Raises PeerLost where the host sees that it cannot end."""
 
 
-class _Done:
-    """Nothing was to be sent."""
+class Waiting(Protocol):
+    """Something of this rank's that waits for others."""
+
+    def abort(self) -> None:
+        """End these waits, from any thread."""
+
+
+class Done:
+    """Nothing is under way."""
 
     def wait(self) -> None:
         return None
@@ -67,8 +75,9 @@ class Communicator:
 
     def __init__(self, rank: int = 0, size: int = 1, group: Any = None, device: torch.device | None = None) -> None:
         """group: a backend of torch.distributed (ProcessGroupNCCL, ProcessGroupGloo), whose tensors are on `device`."""
-        self.rank, self.size, self.lost = rank, size, False
-        self._group, self._device, self._store = group, device, None
+        self.rank, self.size, self.lost, self.device = rank, size, False, device
+        self._group, self._store = group, None
+        self._others_wait: weakref.WeakSet[Waiting] = weakref.WeakSet()
 
     # ---- collectives over flat buffers
 
@@ -94,7 +103,7 @@ class Communicator:
         """Overwrites x with its sum, or maximum, over ranks: the same bits on every rank, since each element is reduced
         in one place and sent from there."""
         if self.size == 1:
-            return _Done()
+            return Done()
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM  # type: ignore[assignment]
         return self._issue(lambda group: group.allreduce([x], options))
@@ -112,11 +121,11 @@ class Communicator:
         if self.size == 1:
             return [value]
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        sizes = torch.zeros(self.size, dtype=torch.int64, device=self._device)
+        sizes = torch.zeros(self.size, dtype=torch.int64, device=self.device)
         sizes[self.rank] = len(data)
         self.all_reduce(sizes).wait()
         longest = int(sizes.max())
-        part, whole = (torch.zeros(n * longest, dtype=torch.uint8, device=self._device) for n in (1, self.size))
+        part, whole = (torch.zeros(n * longest, dtype=torch.uint8, device=self.device) for n in (1, self.size))
         part[: len(data)] = data
         self.all_gather(part, whole).wait()
         pieces = zip(whole.cpu().view(self.size, longest), sizes.tolist(), strict=True)
@@ -165,7 +174,18 @@ class Communicator:
         Gloo notices by itself, when the connections close. NCCL's kernels would wait for ever.
         """
         self.lost = True
+        for waiting in list(self._others_wait):
+            waiting.abort()
         self._end(self._group)
+
+    def aborts(self, waiting: Waiting) -> None:
+        """Let `abort` end the waits of `waiting` too, as long as that is in use."""
+        self._others_wait.add(waiting)
+
+    @property
+    def met(self) -> bool:
+        """Whether there are others, with whom there is contact."""
+        return self._group is not None
 
     def close(self) -> None:
         """Leave the group and free its ports. Graphs that captured its collectives must be gone."""
@@ -174,7 +194,7 @@ class Communicator:
             self._end(group)
 
     def _end(self, group: Any) -> None:
-        if group is not None and self._device is not None and self._device.type == "cuda":
+        if group is not None and self.device is not None and self.device.type == "cuda":
             group.abort()
 
     def watch(self, store: Any) -> None:
@@ -220,4 +240,4 @@ def _loses_peers() -> Iterator[None]:
 def _move(source: torch.Tensor, target: torch.Tensor) -> Work:
     if source.data_ptr() != target.data_ptr():
         target.copy_(source)
-    return _Done()
+    return Done()

@@ -23,6 +23,7 @@ import torch
 from fullstride.ops.accumulate import accumulate
 from fullstride.ops.rounding import GRAD_ROUNDING, RECEIVED_ROUNDING, stream
 from fullstride.parallel.comm import Communicator, Work
+from fullstride.parallel.transport import Transport
 from fullstride.parallel.weights import Views
 
 
@@ -212,15 +213,17 @@ class AllToAllGradients(ShardedGradients):
         blocks: frozenset[str],
         rng: torch.Tensor,
         received: Mapping[str, torch.Tensor],
+        transport: Transport,
     ) -> None:
-        """received: as many elements as a unit's flat buffer, shared by the units that share that."""
+        """received: as many elements as a unit's flat buffer, shared by the units that share that; transport: of the
+        exchange."""
         super().__init__(units, comm, shards, blocks, rng)
-        self._received = received
+        self._received, self._transport = received, transport
 
     def _send(self, unit: str, u: GradientUnit) -> Work:
         # the exchange begins after what is issued so far: its own piece has been added when others may overwrite it
         self._add(unit, u.flat[u.part][None], GRAD_ROUNDING, overwrite=self._first)
-        return self._comm.all_to_all(u.flat, self._received[unit])
+        return self._transport.exchange(u.flat, self._received[unit])
 
     def _receive(self, unit: str, u: GradientUnit) -> None:
         pieces = self._received[unit].view(self._comm.size, -1)

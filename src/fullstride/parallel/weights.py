@@ -1,11 +1,12 @@
 """Weights behind gather / get / release, so that the block loop does not know where they live.
 
-    gather(unit) -> get(unit) ... -> release(unit)            for every use
-    shard(unit), then written(unit) ... -> settle()           for the optimizer
+    gather(unit) -> get(unit) ... -> release(unit)                       for every use
+    start_writing() -> shard(unit), then written(unit) ... -> settle()   for the optimizer
 
 `gather(unit)` starts to bring a unit here, one ahead of its use; `get(unit)` gives its tensors by name; after
-`release(unit)` they may be overwritten. The optimizer writes `shard(unit)`, this rank's part of the unit's flat buffer,
-and says `written(unit)`; after `settle()` the next gather of any rank sees it.
+`release(unit)` they may be overwritten. After `start_writing()`, when no rank uses any more what was gathered, the
+optimizer writes `shard(unit)`, this rank's part of the unit's flat buffer, and says `written(unit)`; after `settle()`
+every rank's next use sees it.
 
 Quantised weights would be gathered in the same way: a flat buffer of bytes a unit, with views of other dtypes.
 Offloaded ones too: their shards lie in pinned memory, and the gather begins with a copy.
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from fullstride.parallel.comm import Communicator, Work
+from fullstride.parallel.transport import Transport
 
 Views = dict[str, torch.Tensor]
 
@@ -38,9 +40,9 @@ class ReplicatedWeights:
 
     resident = True  # what is beside the weights in their buffers stays there
 
-    def __init__(self, units: Mapping[str, WeightUnit], owners: Communicator) -> None:
-        """owners: the ranks that share out the optimizer's work."""
-        self._units, self._owners = units, owners
+    def __init__(self, units: Mapping[str, WeightUnit], owners: Communicator, transport: Transport) -> None:
+        """owners: the ranks that share out the optimizer's work; transport: among them."""
+        self._units, self._owners, self._transport = units, owners, transport
         self._pending: list[Work] = []
 
     def gather(self, unit: str) -> None:
@@ -60,16 +62,21 @@ class ReplicatedWeights:
         """This rank's part of the flat `unit`, which its optimizer writes."""
         return self._units[unit].part
 
+    def start_writing(self) -> None:
+        """Shards are about to be written, on every rank."""
+        self._transport.fence().wait()
+
     def written(self, unit: str) -> None:
         """`shard(unit)` was written: start to spread it."""
         u = self._units[unit]
-        self._pending.append(self._owners.all_gather(u.part, u.flat))
+        self._pending.append(self._transport.spread(u.part, u.flat))
 
     def settle(self) -> None:
         """What was written has been spread."""
         for work in self._pending:
             work.wait()
         self._pending.clear()
+        self._transport.fence().wait()
 
 
 class GatheredWeights(ReplicatedWeights):
@@ -80,13 +87,13 @@ class GatheredWeights(ReplicatedWeights):
 
     resident = False
 
-    def __init__(self, units: Mapping[str, WeightUnit], owners: Communicator) -> None:
-        super().__init__(units, owners)
+    def __init__(self, units: Mapping[str, WeightUnit], owners: Communicator, transport: Transport) -> None:
+        super().__init__(units, owners, transport)
         self._coming: dict[str, Work] = {}
 
     def gather(self, unit: str) -> None:
         u = self._units[unit]
-        self._coming[unit] = self._owners.all_gather(u.part, u.flat)
+        self._coming[unit] = self._transport.gather(u.part, u.flat)
 
     def get(self, unit: str) -> Views:
         if unit in self._coming:
@@ -95,7 +102,9 @@ class GatheredWeights(ReplicatedWeights):
 
     def keep(self, unit: str) -> None:
         u, n = self._units[unit], self._units[unit].part.numel()
+        self.start_writing()
         u.part.copy_(u.flat[self._owners.rank * n : (self._owners.rank + 1) * n])
+        self.settle()
 
     def written(self, unit: str) -> None:
         """The next gather brings it."""

@@ -59,7 +59,7 @@ class Setting:
             chunks,
             frozenset(o.recompute),
             grad_accum=self.grad_accum,
-            sharing=Sharing(o.zero, o.grad_reduce == "all-to-all"),
+            sharing=Sharing(o.zero, o.grad_reduce == "all-to-all", o.gather_by == "copy", o.send_by == "copy"),
             flash4=o.attention == "flash4",
             **switches,
         )
