@@ -91,6 +91,7 @@ def test_refuses_by_name(keys: dict[str, object], message: str) -> None:
         ("microbatches", 2),
         ("matmul", "fp8"),
         ("offload", ("m", "v")),
+        ("offload", ("grads", "weights")),
         ("gather_by", "copy"),
         ("send_by", "copy"),
         ("keep_best", True),
@@ -111,6 +112,10 @@ def test_what_does_not_work_yet_is_refused_never_ignored(key: str, value: object
         ({"gpus": -1}, r"gpus must be at least 0, got -1"),
         ({"grad_reduce": "all-to-all"}, r"from zero = 2 on; got zero = 1; set zero = 2, or leave grad-reduce out"),
         (
+            {"gpus": 2, "offload": "grads"},
+            r"offload = grads beside several ranks .* zero = 2 or 3; got zero = 1 and 2 ranks; set zero = 2, or leave",
+        ),
+        (
             {"gpus": 2, "dtype": "bf16", "grad_dtype": "fp32"},
             r"grad-dtype = fp32 beside dtype = bf16 .* zero = 2 or 3; got zero = 1 and 2 ranks; set zero = 2, or",
         ),
@@ -125,6 +130,8 @@ def test_what_ranks_can_do_is_legal() -> None:
     assert finetune(gpus=2, zero=3, grad_reduce="all-to-all", dtype="bf16", grad_dtype="fp32").options().dp == 0
     assert finetune(gpus=2, device="cpu").resolved().options().dp == 2
     Options(dtype="bf16", grad_dtype="fp32")  # one rank
+    for zero in range(4):
+        Options(offload=("grads",), zero=zero)
 
 
 def test_a_flag_for_gpus_replaces_the_files_dp(tmp_path: Path) -> None:
