@@ -112,6 +112,38 @@ def test_blocks_of_one_rank_are_summed_apart_from_zero_2_on() -> None:
     assert all(torch.isfinite(value).all() and value.any() for value in apart.values())
 
 
+class CountingLane(LateLane):
+    """Copies at once, and counts them: to the device, and from it."""
+
+    fetched = put = 0
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        super().__init__(buffer)
+        self._address = buffer.data_ptr()
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        if target.data_ptr() == self._address:
+            CountingLane.fetched += 1
+        else:
+            CountingLane.put += 1
+        target.copy_(source)
+
+
+@pytest.mark.parametrize("sharing", [Sharing(2, offload=True), Sharing(2, True, True)], ids=str)
+def test_what_is_copied(sharing: Sharing, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block's sum goes back once a micro-step, and comes before, but for the first; twice for the update, whose norm
+    comes before its weights."""
+    monkeypatch.setattr(offload, "Lane", CountingLane)
+    trainer = make(Communicator(), BF16, 3, sharing=sharing)
+    layers, seen = CONFIG.num_hidden_layers, []
+    for work in (*[lambda: trainer.step(*arrays(1))] * 3, lambda: trainer.update(**HYPER)):
+        CountingLane.fetched = CountingLane.put = 0
+        work()
+        seen.append((CountingLane.fetched, CountingLane.put))
+    LateLane.lanes.clear()
+    assert seen == [(0, layers), (layers, layers), (layers, layers), (2 * layers, 0)]
+
+
 # ---- memory
 
 

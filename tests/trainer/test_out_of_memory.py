@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from fullstride.config import FinetuneConfig
 from fullstride.config.keys import parse
 from fullstride.engine.plan import LIBRARIES, predict
 from fullstride.memory import arena
+from fullstride.model.presets import preset
+from fullstride.trainer.remedy import candidates, remedy
 from fullstride.trainer.setting import Setting
 from tests.engine.test_plan import train
 
@@ -148,6 +151,42 @@ def test_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(OutOfMemory, match=r"nothing that trains the same fits 1.00 MB; take a smaller model"):
         limit_memory(monkeypatch, 1e6)
         make(HEAVY, options_of(method="lora", recompute="block", head_chunks=1), batch_size=1, seq_len=1)
+
+
+def told_on_a_gpu(room: float, host: float, **more: Any) -> str:
+    """What a run of a 1.5B model is told. room: the GPU's memory, in what the run needs there with gradients in host
+    memory; host: host memory, in what those take."""
+    dtypes = dict.fromkeys(("dtype", "matmul", "grad_dtype", "master_dtype", "m_dtype", "v_dtype"), "bf16")
+    options = Options(**{"device": "cuda", "attention": "torch", "dp": 1, **dtypes, **more})
+    config, setting = preset("qwen2.5-1.5b"), Setting(options, 1, 1024, 1)
+    away = replace(setting, options=replace(options, offload=("grads",), zero=2))
+    plan = predict(config, *away.engine(config), ranks=options.dp)
+    pinned = options.dp * sum(plan.pinned.values())
+    return remedy(config, setting, "cuda", int(room * sum(plan.device.values())), int(host * pinned), 0, 1)
+
+
+def test_gradients_go_to_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where they fit there, and may be there: before recompute, and back where it is the host that lacks memory."""
+    monkeypatch.setattr(
+        "fullstride.config.resolve_device", lambda device: device
+    )  # a GPU, as far as remedies are concerned
+    assert "; --offload grads would fit: about" in told_on_a_gpu(1.06, 1.01)
+    assert "--offload" not in told_on_a_gpu(1.06, 0.99)
+    assert "; --offload grads would fit: about" in told_on_a_gpu(1.06, 1.01, dp=2, zero=2)
+    assert "--offload" not in told_on_a_gpu(1.06, 0.99, dp=2, zero=2)
+    assert "--zero 3 --offload grads" in told_on_a_gpu(0.6, 1.01, dp=2, zero=1)
+    back = told_on_a_gpu(10, 0.99, offload=("grads",))
+    assert back.startswith("the run needs more than this machine has; --offload '' would fit")
+    assert parse(FinetuneConfig, ["--model", "m", "--data", "d", "--offload", ""]).offload == ()
+
+
+def test_a_cpu_has_no_other_memory() -> None:
+    """Gradients elsewhere in the same memory are not proposed; those that are elsewhere come back."""
+    setting = Setting(options_of(), BATCH, SEQ_LEN, 1)
+    offers = {s.options.offload for group in candidates(ACTIVE, setting) for s in group}
+    assert offers == {()}
+    away = replace(setting, options=options_of(offload=("grads",)))
+    assert {s.options.offload for group in candidates(ACTIVE, away) for s in group} == {(), ("grads",)}
 
 
 def torch_fails(monkeypatch: pytest.MonkeyPatch, target: str, error: Exception) -> None:
