@@ -91,6 +91,7 @@ def test_refuses_by_name(keys: dict[str, object], message: str) -> None:
         ("microbatches", 2),
         ("matmul", "fp8"),
         ("offload", ("m", "v")),
+        ("offload", ("grads", "weights")),
         ("keep_best", True),
         ("profile", 2),
     ],
@@ -112,6 +113,10 @@ def test_what_does_not_work_yet_is_refused_never_ignored(key: str, value: object
         ({"send_by": "copy"}, r"got grad-reduce = reduce-scatter; set grad-reduce = all-to-all and zero = 2 or 3, or"),
         ({"send_by": "nvlink"}, r"send-by must be one of nccl, copy; got 'nvlink'"),
         (
+            {"gpus": 2, "offload": "grads"},
+            r"offload = grads beside several ranks .* zero = 2 or 3; got zero = 1 and 2 ranks; set zero = 2, or leave",
+        ),
+        (
             {"gpus": 2, "dtype": "bf16", "grad_dtype": "fp32"},
             r"grad-dtype = fp32 beside dtype = bf16 .* zero = 2 or 3; got zero = 1 and 2 ranks; set zero = 2, or",
         ),
@@ -127,6 +132,8 @@ def test_what_ranks_can_do_is_legal() -> None:
     assert finetune(gpus=2, device="cpu").resolved().options().dp == 2
     Options(dtype="bf16", grad_dtype="fp32")  # one rank
     finetune(gpus=2, zero=2, grad_reduce="all-to-all", gather_by="copy", send_by="copy")
+    for zero in range(4):
+        Options(offload=("grads",), zero=zero)
 
 
 @pytest.mark.parametrize("keys", [{"gather_by": "copy"}, {"zero": 2, "grad_reduce": "all-to-all", "send_by": "copy"}])

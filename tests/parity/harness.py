@@ -18,7 +18,6 @@ import torch
 from fullstride import ModelConfig, Options, Trainer
 from fullstride.data.chat import Example
 from fullstride.data.loader import Loader
-from fullstride.engine.state import Sharing
 from fullstride.engine.step import Engine
 from fullstride.engine.weights_io import init_weights
 from fullstride.parallel.comm import Communicator
@@ -64,6 +63,7 @@ class Split:
     all_to_all: bool = False
     gather_by_copy: bool = False
     send_by_copy: bool = False
+    offload: bool = False
 
 
 @dataclass
@@ -93,15 +93,24 @@ def make_trainer(
 ) -> Trainer | RankTrainer:
     """batch_size: of one rank. comm: of this process, where there are several ranks."""
     options = Options(
-        dtype="fp32", device=split.device, recompute=split.recompute, head_chunks=split.head_chunks, seed=3, **method
+        dtype="fp32",
+        device=split.device,
+        recompute=split.recompute,
+        head_chunks=split.head_chunks,
+        zero=split.zero,
+        grad_reduce="all-to-all" if split.all_to_all else "reduce-scatter",
+        gather_by="copy" if split.gather_by_copy else "nccl",
+        send_by="copy" if split.send_by_copy else "nccl",
+        offload=("grads",) if split.offload else (),
+        seed=3,
+        **method,
     )
     sizes = {"batch_size": batch_size, "seq_len": SEQ_LEN, "grad_accum": split.accumulation}
     if comm is None:
         trainer = Trainer(MODELS[model], options, **sizes)
         trainer.init_weights(seed=1)
     else:
-        sharing = Sharing(split.zero, split.all_to_all, split.gather_by_copy, split.send_by_copy)
-        trainer = RankTrainer(comm, MODELS[model], options, **sizes, sharing=sharing)
+        trainer = RankTrainer(comm, MODELS[model], options, **sizes)
         init_weights(trainer.engine, 1)
     _same_start_everywhere(trainer.engine)
     return trainer

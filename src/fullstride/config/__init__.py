@@ -99,7 +99,7 @@ class Options:
     v_dtype: str = key("", "precision of the second moment; automatic: fp32", choices=DTYPES)
     grad_dtype: str = key("", "precision of gradients; automatic: dtype", choices=DTYPES)
     recompute: tuple[str, ...] = key((), "what the backward computes again instead of keeping it", choices=RECOMPUTE)
-    offload: tuple[str, ...] = key((), "what lives in host memory", choices=OFFLOAD, now=((),))
+    offload: tuple[str, ...] = key((), "what lives in host memory", choices=OFFLOAD, now=((), ("grads",)))
     zero: int = key(1, "what data-parallel ranks share out (0 to 3)", at_least=0, at_most=3, may_change=True)
     dp: int = key(0, "data-parallel ranks; automatic: what remains of gpus", at_least=0, may_change=True)
     tp: int = key(1, "tensor-parallel ranks", now=(1,), may_change=True)

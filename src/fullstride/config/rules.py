@@ -59,6 +59,11 @@ RULES = (
         "got zero = {o.zero}; set zero = 1, or leave gather-by out",
     ),
     Rule(
+        lambda o, ranks: ranks > 1 and o.zero < 2 and "grads" in o.offload,
+        "offload = grads beside several ranks needs shared gradients, zero = 2 or 3; "
+        "got zero = {o.zero} and {ranks} ranks; set zero = 2, or leave offload out",
+    ),
+    Rule(
         lambda o, ranks: ranks > 1 and o.zero < 2 and o.dtype == "bf16" and o.grad_dtype == "fp32",
         "grad-dtype = fp32 beside dtype = bf16 needs shared gradients where there are several ranks, zero = 2 or 3; "
         "got zero = {o.zero} and {ranks} ranks; set zero = 2, or leave grad-dtype out",

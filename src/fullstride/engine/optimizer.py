@@ -43,9 +43,9 @@ class Optimizer:
         et al. 2013, arXiv 1211.5063): both in one factor, which AdamW applies as it reads.
         """
         values, rng = self._values, self._values[RNG:].view(torch.int64)
-        shard, weights = self._state.gradients.shard, self._state.weights
-        for i, name in enumerate(self._units):
-            sum_of_squares(shard(name), self._squares[i : i + 1])
+        shards, weights = self._state.gradients.shards, self._state.weights
+        for i, (_, grad) in enumerate(shards(self._units)):
+            sum_of_squares(grad, self._squares[i : i + 1])
         torch.sum(self._squares, 0, out=self.grad_norm)
         self._state.owners.all_reduce(self.grad_norm).wait()
         self.grad_norm.sqrt_().div_(tokens)
@@ -53,11 +53,12 @@ class Optimizer:
         torch.div(clip, tokens, out=values[GRAD_SCALE])
         hyper = values[: GRAD_SCALE + 1]
         weights.start_writing()
-        for name, unit in self._units.items():
+        for name, grad in shards(self._units):
+            unit = self._units[name]
             decayed = min(max(unit.layout.decayed - unit.part.start, 0), len(unit.param))
             for decay, part in ((True, slice(0, decayed)), (False, slice(decayed, len(unit.param)))):
                 if part.start < part.stop:
-                    adamw(_buffers(unit, shard(name), part), hyper, decay, rng)
+                    adamw(_buffers(unit, grad, part), hyper, decay, rng)
             weights.written(name)
         weights.settle()
 

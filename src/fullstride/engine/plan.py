@@ -8,6 +8,7 @@ no bytes. Two parts come later than the engine and are written down here: the sc
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 
@@ -27,6 +28,13 @@ SORTED_TOKEN = 32  # bytes a token while the embedding's backward sorts ids: key
 SMS = 148  # at most on GPUs of today; FlashAttention's deterministic backward splits its work among them
 
 
+class Plan(NamedTuple):
+    """{segment: bytes} on the device, and in pinned host memory, where that is not the device's."""
+
+    device: dict[str, int]
+    pinned: dict[str, int]
+
+
 def predict(
     config: ModelConfig,
     lora: LoraSettings | None,
@@ -35,8 +43,8 @@ def predict(
     documents: int = 0,
     shapes: int = 1,
     ranks: int = 1,
-) -> dict[str, int]:
-    """{segment: bytes} at the peak of training (steps, updates and evaluations) with an engine of these arguments.
+) -> Plan:
+    """Memory of one rank at the peak of training (steps, updates and evaluations) with an engine of these arguments.
 
     The arena's segments are exact, except that the products' workspace on a GPU is counted under `libraries`, which is
     an estimate from above. device: "cuda" or "cpu". documents: places for documents in a packed micro-step (0: every
@@ -50,7 +58,10 @@ def predict(
     with meta:  # tables that are computed on the host for the device (the rotary embedding's) cost nothing either
         engine = Engine(config, lora, settings, meta, Communicator(0, ranks))
         take_scratch(engine)
-    return engine.arena.segments | {LIBRARIES: library_bytes(engine, device, documents, shapes)}
+    held, pinned = engine.arena.segments, engine.arena.pinned
+    if device == "cpu":  # all is in one memory
+        held, pinned = {name: held.get(name, 0) + pinned.get(name, 0) for name in {**held, **pinned}}, {}
+    return Plan(held | {LIBRARIES: library_bytes(engine, device, documents, shapes)}, pinned)
 
 
 def take_scratch(engine: Engine) -> None:

@@ -7,6 +7,9 @@ ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054) shares flat buffers out to the 
     1      part               whole, reduced to part  whole
     2      part               part (blocks)           whole
     3      part               part (blocks)           part, gathered for use
+
+One rank alone owns the whole. From level 2 on, or where blocks' gradients live in host memory, they still add up apart
+from what the backward writes, for which two blocks' buffers are enough.
 """
 
 from __future__ import annotations
@@ -20,12 +23,12 @@ import torch
 
 from fullstride.errors import ConfigError
 from fullstride.memory.arena import Arena, FlatLayout
+from fullstride.memory.offload import Offloaded
 from fullstride.model.lora import LoraSettings, adapter_columns, adapter_unit
 from fullstride.model.spec import ModelConfig, TensorSpec, Unit, parameter_table
 from fullstride.parallel.comm import Communicator
 from fullstride.parallel.gradients import (
     AllToAllGradients,
-    GradientShard,
     GradientUnit,
     ShardedGradients,
     UnshardedGradients,
@@ -51,13 +54,14 @@ class Precision:
 
 @dataclass(frozen=True)
 class Sharing:
-    """What ranks share out: the level `zero`, and whether blocks' gradients are exchanged by all-to-all; and whether
-    weights are gathered and gradients exchanged by copy engines."""
+    """What ranks share out (the level `zero`), and how: whether blocks' gradients are exchanged by all-to-all; whether
+    weights are gathered and gradients exchanged by copy engines; whether a rank's gradients live in host memory."""
 
     zero: int = 1
     all_to_all: bool = False
     gather_by_copy: bool = False
     send_by_copy: bool = False
+    offload: bool = False
 
 
 @dataclass(frozen=True)
@@ -117,14 +121,17 @@ class State:
     def _owned(self, unit: str) -> slice:
         return self._maps[unit].owned(self.owners.rank)
 
-    def _shared_buffers(self, segment: str, slots: dict[str, str], make: Zeros | None = None) -> Views:
-        """A whole flat buffer for every unit, those of one slot (by unit name) in one memory, which `make` makes."""
+    def _shared_buffers(
+        self, segment: str, slots: dict[str, str], dtype: torch.dtype, *, part: bool = False, make: Zeros | None = None
+    ) -> Views:
+        """A flat buffer for every unit (whole, or this rank's part), those of one slot (by unit name) in one memory,
+        which `make` makes."""
+        lengths = {unit: self._maps[unit].part if part else self._maps[unit].whole for unit in slots}
         sizes: dict[str, int] = {}
         for unit, slot in slots.items():
-            sizes[slot] = max(sizes.get(slot, 0), self._maps[unit].whole)
-        dtype = self._precision.param
+            sizes[slot] = max(sizes.get(slot, 0), lengths[unit])
         buffers = {slot: self._arena.zeros(segment, (size,), dtype, make) for slot, size in sizes.items()}
-        return {unit: buffers[slot][: self._maps[unit].whole] for unit, slot in slots.items()}
+        return {unit: buffers[slot][: lengths[unit]] for unit, slot in slots.items()}
 
     def _make_weights(self) -> ReplicatedWeights:
         gathered = self._sharing.zero >= 3 and self.owners.size > 1
@@ -135,7 +142,7 @@ class State:
         held = {name: self._arena.zeros(segments[name], (sizes[name],), dtype, transport.zeros) for name in names}
         # an untied embedding is done with before the head is wanted
         slots = {name: _turn(name) or ("ends" if not self.tied else name) for name in names}
-        flats = self._shared_buffers("gathered", slots) if gathered else held
+        flats = self._shared_buffers("gathered", slots, self._precision.param) if gathered else held
         units = {}
         for name, flat in flats.items():
             layout = self._layouts[name]
@@ -153,28 +160,36 @@ class State:
         return TrainedUnit(self._layouts[name], part, self.weights.shard(name), master, m, v, index)
 
     def _make_gradients(self) -> UnshardedGradients:
-        """On one rank a part is the whole, so there is nothing to share out; sums in another dtype than the products'
-        have to be apart from what the backward writes, so then every unit has them."""
-        dtype = self._precision.grad or self._precision.param
-        apart = dtype != self._precision.param
-        assert self._sharing.zero >= 2 or not apart or self._comm.size == 1
-        sharded = apart or (self._sharing.zero >= 2 and self._comm.size > 1)
+        """Sums in another dtype than the products' have to be apart from what the backward writes, so then every unit
+        has them; else blocks, from zero 2 on."""
+        dtype, param = self._precision.grad or self._precision.param, self._precision.param
+        apart, offload = dtype != param, self._sharing.offload
+        assert self._sharing.zero >= 2 or self._comm.size == 1 or not (apart or offload)
+        sharded = apart or offload or self._sharing.zero >= 2
         slots = {name: (_turn(name) if sharded else "") or name for name in self.trained}
-        flats = self._shared_buffers("gradients", slots)
+        flats = self._shared_buffers("gradients", slots, param)
         units = {name: GradientUnit(flat, *self._gradient(name, flat)) for name, flat in flats.items()}
         if not sharded:
             return UnshardedGradients(units, self._comm)
         blocks = frozenset(name for name in self.trained if _turn(name))
-        shards = {
-            name: GradientShard(self._arena.zeros("gradients", (self._maps[name].part,), dtype), unit.index)
-            for name, unit in self.trained.items()
-            if apart or name in blocks
-        }
-        if not self._sharing.all_to_all:
-            return ShardedGradients(units, self._comm, shards, blocks, self._rng)
+        summed = [name for name in self.trained if apart or name in blocks]
+        given = units, self._comm, self._make_sums(summed, dtype), blocks, self._rng
+        indices = {name: unit.index for name, unit in self.trained.items()}
+        if not self._sharing.all_to_all or self._comm.size == 1:  # alone there is nobody to exchange with
+            return ShardedGradients(*given, indices)
         transport = make_transport(self._comm, self._sharing.send_by_copy)
-        received = self._shared_buffers("gradients", {name: slots[name] for name in shards}, transport.zeros)
-        return AllToAllGradients(units, self._comm, shards, blocks, self._rng, received, transport)
+        received_slots = {name: slots[name] for name in summed}
+        received = self._shared_buffers("gradients", received_slots, param, make=transport.zeros)
+        return AllToAllGradients(*given, indices, received, transport)
+
+    def _make_sums(self, units: list[str], dtype: torch.dtype) -> Offloaded:
+        """What does not take turns stays on the device: the buffer to bring it to would be as large as itself."""
+        away = [name for name in units if self._sharing.offload and _turn(name)]
+        slots = {name: _turn(name) if name in away else name for name in units}
+        buffers = self._shared_buffers("gradients", slots, dtype, part=True)
+        return Offloaded(
+            buffers, {name: self._arena.host("gradients", (self._maps[name].part,), dtype) for name in away}
+        )
 
     def _gradient(self, name: str, flat: torch.Tensor) -> tuple[Views, slice, slice]:
         """(views, what is added into from the start, this rank's part) of a unit's gradient."""

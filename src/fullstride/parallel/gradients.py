@@ -1,7 +1,7 @@
 """Gradients behind one protocol: where the backward writes them, how they are reduced over ranks, and who gets what.
 
     start_micro_step(first, last) -> zero() -> take(block) / full(unit) ... notify(unit) ... -> end_micro_step()
-    finish() -> shard(unit)                                                                        for the optimizer
+    finish() -> shards(units)                                                                      for the optimizer
 
 `take(block)` gives the buffers that a block's backward writes, once a micro-step; `full(unit)` those of what is not a
 block, any number of times. Matrices are overwritten by the first product, unless `accumulates(unit)`: so they need no
@@ -9,14 +9,15 @@ zeroing; norm weights and biases are always added into. `notify(unit)` says that
 is complete: what communication it causes overlaps the backward of the next.
 
 Units that do not train have no buffers (an empty dictionary), and nothing happens to them. `finish()` does what the
-last micro-step would have done, where a short window ended without one; then `shard(unit)` is the sum over micro-steps
-and ranks, in this rank's part of the flat buffer.
+last micro-step would have done, where a short window ended without one; then `shards(units)` gives the sums over
+micro-steps and ranks, in this rank's part of the flat buffers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -38,12 +39,24 @@ class GradientUnit:
     part: slice
 
 
-@dataclass(frozen=True)
-class GradientShard:
-    """Where this rank's part of a unit adds up: [part], in parameters' dtype or float32. `index` keys its noise."""
+class Sums(Protocol):
+    """Where this rank's parts of units add up: flat [part] by unit, in parameters' dtype or float32; on the device, or
+    brought there when wanted (memory/offload)."""
 
-    sum: torch.Tensor
-    index: int
+    def __contains__(self, unit: str, /) -> bool: ...
+
+    def fetch(self, unit: str, /) -> None:
+        """Start to bring it."""
+
+    def get(self, unit: str, /) -> torch.Tensor:
+        """The sum that was fetched, or to be overwritten."""
+        ...
+
+    def put(self, unit: str, /) -> None:
+        """It was written."""
+
+    def settle(self) -> None:
+        """All that was started is done before what follows."""
 
 
 class UnshardedGradients:
@@ -115,8 +128,12 @@ class UnshardedGradients:
                 self._reduce(unit)
             self.end_micro_step()
 
-    def shard(self, unit: str) -> torch.Tensor:
-        """This rank's part of the flat gradient of `unit`, for the optimizer."""
+    def shards(self, units: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """(unit, this rank's part of its flat gradient) one after the other, each until the next is asked for."""
+        for unit in units:
+            yield unit, self._part(unit)
+
+    def _part(self, unit: str) -> torch.Tensor:
         u = self._units[unit]
         return u.flat[u.part]
 
@@ -128,24 +145,26 @@ class UnshardedGradients:
 
 
 class ShardedGradients(UnshardedGradients):
-    """Units with a shard are reduced in every micro-step, and add up in it; blocks share two buffers by turns. The
-    others stay full until the last micro-step, as above.
+    """Units with a sum are reduced in every micro-step, and add up in it; blocks share two buffers by turns. The others
+    stay full until the last micro-step, as above.
 
-    A shard in pinned host memory would be one that `_add` and `shard` bring to the device.
+    A block's sum is fetched when its buffer is taken, two blocks before it is added into, and put back after that.
     """
 
     def __init__(
         self,
         units: Mapping[str, GradientUnit],
         comm: Communicator,
-        shards: Mapping[str, GradientShard],
+        sums: Sums,
         blocks: frozenset[str],
         rng: torch.Tensor,
+        indices: Mapping[str, int],
     ) -> None:
-        """`blocks` are the units that are taken, not just full. rng: the micro-step's (see ops/rounding)."""
-        super().__init__({name: unit for name, unit in units.items() if name not in shards}, comm)
-        self._sharded = {name: unit for name, unit in units.items() if name in shards}
-        self._shards, self._blocks, self._rng = shards, blocks, rng
+        """`blocks` are the units that are taken, not just full. rng: the micro-step's, whose noise `indices` key by
+        unit (see ops/rounding)."""
+        super().__init__({name: unit for name, unit in units.items() if name not in sums}, comm)
+        self._sharded = {name: unit for name, unit in units.items() if name in sums}
+        self._sums, self._blocks, self._rng, self._indices = sums, blocks, rng, indices
         self._under_way: dict[int, tuple[str, Work]] = {}  # by the buffer's address: who is in it
 
     def added_into(self) -> list[torch.Tensor]:
@@ -153,12 +172,14 @@ class ShardedGradients(UnshardedGradients):
         return super().added_into() + [part for part in own if part.numel()]
 
     def accumulates(self, unit: str) -> bool:
-        return unit not in self._shards and super().accumulates(unit)
+        return unit not in self._sums and super().accumulates(unit)
 
     def take(self, unit: str) -> Views:
         if unit in self._sharded:
             u = self._sharded[unit]
             self._settle(u)
+            if not self._first:
+                self._sums.fetch(unit)
             u.flat[u.added].zero_()
         return self.full(unit)
 
@@ -174,20 +195,33 @@ class ShardedGradients(UnshardedGradients):
     def end_micro_step(self) -> None:
         for unit, _ in list(self._under_way.values()):
             self._settle(self._sharded[unit])
+        self._sums.settle()
         super().end_micro_step()
 
-    def shard(self, unit: str) -> torch.Tensor:
-        return self._shards[unit].sum if unit in self._shards else super().shard(unit)
+    def shards(self, units: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each sum is fetched one ahead."""
+        units = list(units)
+        for unit, following in zip(["", *units], [*units, ""], strict=True):
+            self._sums.fetch(following)
+            if unit:
+                yield unit, self._part(unit)
+
+    def _part(self, unit: str) -> torch.Tensor:
+        return self._sums.get(unit) if unit in self._sums else super()._part(unit)
 
     def held(self, unit: str) -> tuple[slice, torch.Tensor]:
-        return (self._sharded[unit].part, self.shard(unit)) if unit in self._shards else super().held(unit)
+        if unit not in self._sums:
+            return super().held(unit)
+        self._sums.fetch(unit)
+        return self._sharded[unit].part, self._sums.get(unit)
 
     def _settle(self, u: GradientUnit) -> None:
-        """What was sent from this buffer has arrived, and is in the shard."""
+        """What was sent from this buffer has arrived, and is in the sum."""
         name, work = self._under_way.pop(u.flat.data_ptr(), ("", None))
         if work is not None:
             work.wait()
             self._receive(name, self._sharded[name])
+            self._sums.put(name)
 
     def _send(self, unit: str, u: GradientUnit) -> Work:
         return self._comm.reduce_scatter(u.flat, u.flat[u.part])
@@ -196,28 +230,28 @@ class ShardedGradients(UnshardedGradients):
         self._add(unit, u.flat[u.part][None], GRAD_ROUNDING, overwrite=self._first)
 
     def _add(self, unit: str, terms_Pn: torch.Tensor, purpose: int, overwrite: bool, skip: int = -1) -> None:
-        shard = self._shards[unit]
-        first = self._sharded[unit].part.start
-        accumulate(shard.sum, terms_Pn, self._rng, stream(purpose, shard.index), first, overwrite=overwrite, skip=skip)
+        total, first, key = self._sums.get(unit), self._sharded[unit].part.start, stream(purpose, self._indices[unit])
+        accumulate(total, terms_Pn, self._rng, key, first, overwrite=overwrite, skip=skip)
 
 
 class AllToAllGradients(ShardedGradients):
-    """As ShardedGradients, but blocks are exchanged and not reduced: a finished block first adds its own piece into the
-    shard, and what the other ranks sent is added, in one sum, when its buffer is needed again."""
+    """As ShardedGradients, but blocks are exchanged and not reduced: a finished block first adds its own piece into its
+    sum, and what the other ranks sent is added, in one go, when its buffer is needed again."""
 
     def __init__(
         self,
         units: Mapping[str, GradientUnit],
         comm: Communicator,
-        shards: Mapping[str, GradientShard],
+        sums: Sums,
         blocks: frozenset[str],
         rng: torch.Tensor,
+        indices: Mapping[str, int],
         received: Mapping[str, torch.Tensor],
         transport: Transport,
     ) -> None:
         """received: as many elements as a unit's flat buffer, shared by the units that share that; transport: of the
         exchange."""
-        super().__init__(units, comm, shards, blocks, rng)
+        super().__init__(units, comm, sums, blocks, rng, indices)
         self._received, self._transport = received, transport
 
     def _send(self, unit: str, u: GradientUnit) -> Work:

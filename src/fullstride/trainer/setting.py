@@ -59,7 +59,9 @@ class Setting:
             chunks,
             frozenset(o.recompute),
             grad_accum=self.grad_accum,
-            sharing=Sharing(o.zero, o.grad_reduce == "all-to-all", o.gather_by == "copy", o.send_by == "copy"),
+            sharing=Sharing(
+                o.zero, o.grad_reduce == "all-to-all", o.gather_by == "copy", o.send_by == "copy", "grads" in o.offload
+            ),
             flash4=o.attention == "flash4",
             **switches,
         )
@@ -85,6 +87,7 @@ class Setting:
             ("head-chunks", o.head_chunks, old.head_chunks),
             ("recompute", ",".join(o.recompute), ",".join(old.recompute)),
             ("zero", o.zero, old.zero),
+            ("offload", ",".join(o.offload) or "''", ",".join(old.offload) or "''"),
             ("seq-len", self.seq_len, before.seq_len),
         )
         return " ".join(f"--{name} {value}" for name, value, was in pairs if value != was)

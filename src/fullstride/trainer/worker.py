@@ -53,7 +53,8 @@ class Worker:
         self.config, self.setting, self.comm, self.device, self._tokens = config, setting, comm, device, tokens
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        self._room = free_memory(device, 0)  # bytes for us, before anything is ours
+        # bytes for us, before anything is ours
+        self._room, self._host_room = free_memory(device, 0), free_memory(torch.device("cpu"), 0)
         self._places: set[int] = set()  # for documents, in the micro-steps so far: each number has graphs of its own
         self.engine: Engine | None = None
         with torch.no_grad(), self._memory():
@@ -163,7 +164,8 @@ class Worker:
     def _remedy(self) -> str:
         places = self._places | (set() if self.engine is None else {self._documents()})
         room = min(self._room, capacity(self.device))
-        return remedy(self.config, self.setting, self.device.type, room, max(places, default=0), max(1, len(places)))
+        met = max(places, default=0), max(1, len(places))
+        return remedy(self.config, self.setting, self.device.type, room, self._host_room, *met)
 
     def _documents(self) -> int:
         """Places for documents in the micro-step that was loaded last; 0: a row is one."""
