@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 from typing import Any
 
 import pytest
@@ -123,6 +124,8 @@ class FakeCuda:
 
 
 def fake_cuda(monkeypatch: pytest.MonkeyPatch, error: int = 0) -> FakeCuda:
+    if sys.platform != "linux":
+        pytest.skip("pinned memory is for GPUs, which are for Linux")
     cuda = FakeCuda(error)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
     monkeypatch.setattr(torch.cuda, "synchronize", cuda.synchronize)

@@ -6,6 +6,7 @@ and marks the use of its blocks with events, which a CUDA graph's capture does n
 
 from __future__ import annotations
 
+import math
 import mmap
 import sys
 from typing import Any
@@ -26,8 +27,10 @@ class Pinned(mmap.mmap):
             self = super().__new__(cls, -1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
             raise MemoryError(str(error)) from error
-        cudart: Any = torch.cuda.cudart()
+        # after a fork, what this process writes would go to copies of its pages, while the GPU keeps the old ones
+        self.madvise(mmap.MADV_DONTFORK)
         self._address, self._unregister = torch.frombuffer(self, dtype=torch.uint8).data_ptr(), None
+        cudart: Any = torch.cuda.cudart()
         if code := int(cudart.cudaHostRegister(self._address, size, 0)):
             raise MemoryError(f"cudaHostRegister gave error {code}")
         self._unregister = cudart.cudaHostUnregister
@@ -45,7 +48,4 @@ class Pinned(mmap.mmap):
 
 def pinned(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """A zero-filled tensor in pinned memory, which goes with its last view. Raises MemoryError."""
-    size = dtype.itemsize
-    for n in shape:
-        size *= n
-    return torch.frombuffer(Pinned(size), dtype=dtype).view(shape)
+    return torch.frombuffer(Pinned(math.prod(shape) * dtype.itemsize), dtype=dtype).view(shape)
