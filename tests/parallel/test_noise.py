@@ -11,6 +11,7 @@ import torch
 from fullstride.memory.offload import Offloaded
 from fullstride.parallel.comm import Communicator, Work
 from fullstride.parallel.gradients import AllToAllGradients, GradientUnit, ShardedGradients
+from fullstride.parallel.transport import Collectives
 
 N = 1 << 14  # elements of a unit
 UNITS = ("blocks.0", "blocks.1", "blocks.2")
@@ -39,7 +40,11 @@ def sums(term: float, seed: int, rank: int = 0, size: int = 1, all_to_all: bool 
     rng = torch.tensor([seed, 1, 0])
     given = units, Equal(rank, size), held, frozenset(UNITS), rng, {name: i for i, name in enumerate(UNITS)}
     received = torch.empty(N, dtype=torch.bfloat16)
-    manager = AllToAllGradients(*given, dict.fromkeys(UNITS, received)) if all_to_all else ShardedGradients(*given)
+    manager = (
+        AllToAllGradients(*given, dict.fromkeys(UNITS, received), Collectives(given[1]))
+        if all_to_all
+        else ShardedGradients(*given)
+    )
     seen = []
     for micro_step in range(MICRO_STEPS):
         rng[2] = micro_step
