@@ -110,10 +110,11 @@ def test_ranks_share_more_before_rows_are_cut() -> None:
     """Two ranks with ZeRO 3 fit where nothing else that trains the same does."""
     deep = dataclasses.replace(HEAVY, num_hidden_layers=16)
     setting, shared = (Setting(options_of(dp=2, zero=zero), 1, 128, 1) for zero in (1, 3))
-    capacity = int(sum(predict(deep, *shared.engine(deep), "cpu", ranks=2).values()) / 0.95) + 1  # a twentieth is free
-    told = remedy(deep, setting, "cpu", capacity, 0, 1)
+    need = sum(predict(deep, *shared.engine(deep), "cpu", ranks=2).device.values())
+    capacity = int(need / 0.95) + 1  # a twentieth is free
+    told = remedy(deep, setting, "cpu", capacity, 0, 0, 1)
     assert re.search(r"\d [MG]B; --zero 3 would fit", told)
-    alone = remedy(deep, Setting(options_of(), 1, 128, 1), "cpu", capacity, 0, 1)
+    alone = remedy(deep, Setting(options_of(), 1, 128, 1), "cpu", capacity, 0, 0, 1)
     assert "--zero" not in alone
 
 

@@ -427,10 +427,15 @@ def test_a_worker_fails(
     error.value.__traceback__ = error.value.__cause__ = error.value.__context__ = None  # they hold the trainer
 
 
+MARKS = {"save_checkpoint": "latest", "export_model": "model.safetensors", "export_adapter": "adapter_config.json"}
+# what the first rank does when it writes, and the others when they hand over
 WRITES = {
-    "save_checkpoint": ("fullstride.engine.checkpoint", "save_tensors"),
-    "export_model": ("fullstride.engine.weights_io", "write_model"),
-    "export_adapter": ("fullstride.engine.weights_io", "save_tensors"),
+    "save_checkpoint": (("fullstride.engine.checkpoint", "save_tensors"), ("fullstride.engine.state", "State.in_turn")),
+    "export_model": (("fullstride.engine.weights_io", "write_model"), ("fullstride.engine.state", "State.in_turn")),
+    "export_adapter": (
+        ("fullstride.engine.weights_io", "save_tensors"),
+        ("fullstride.engine.weights_io", "_adapter_tensors"),
+    ),
 }
 
 
@@ -440,16 +445,16 @@ WRITES = {
 def test_a_worker_is_killed_while_files_are_written(
     call: str, zero: int, rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nothing_left: None
 ) -> None:
-    module, name = WRITES[call] if rank == 0 else ("fullstride.engine.state", "State.in_turn")
-    put(tmp_path, module, name, FAULTS["kill"][0], monkeypatch, rank)
+    put(tmp_path, *WRITES[call][rank], FAULTS["kill"][0], monkeypatch, rank)
     trainer = make(2, method="lora", lora_rank=2, zero=zero)
     trainer.init_weights(seed=5)
     with pytest.raises(WorkerError, match=f"rank {rank} was killed by SIGKILL"):
         getattr(trainer, call)(tmp_path / "out", *([1] if call == "save_checkpoint" else []))
     with pytest.raises(ConfigError, match=f"the trainer is stopped since rank {rank} failed; make a new one"):
         trainer.gpu_info()
-    whole = {"latest", "config.json", "adapter_config.json"} & {path.name for path in tmp_path.rglob("*")}
-    assert not whole, "whole or not there"
+    # what the others had handed over is enough for the first rank to go on
+    found = {path.name for path in (tmp_path / "out").rglob("[!.]*") if ".partial" not in str(path)}
+    assert not found or (rank == 1 and MARKS[call] in found), "whole or not there"
 
 
 def test_a_rank_that_cannot_read_a_file_does_not_let_the_others_wait(
