@@ -172,7 +172,21 @@ class Options:
 
 
 @dataclass(frozen=True)
-class FinetuneConfig(Options):
+class CommandOptions(Options):
+    """Options of a command, which makes the Trainer and so says over how many GPUs."""
+
+    gpus: int = key(1, "GPUs, or with device = cpu workers (0: all)", at_least=0, may_change=True, instead_of="dp")
+
+    def _ranks(self) -> int:
+        return self.gpus or super()._ranks()
+
+    def options(self) -> Options:
+        """The part that the Trainer takes."""
+        return Options(**{f.name: getattr(self, f.name) for f in dataclasses.fields(Options)})
+
+
+@dataclass(frozen=True)
+class FinetuneConfig(CommandOptions):
     """All keys of `finetune`: those of the run, then the Trainer's options. Raises UsageError as Options does."""
 
     model: str = key("", "directory, or Hub id found in the local cache or downloaded", required=True)
@@ -217,7 +231,6 @@ class FinetuneConfig(Options):
     profile: int = key(0, "trace of so many updates", now=(0,))
     log: tuple[str, ...] = key((), "sinks beside CSV and JSONL", now=((),), may_change=True)
     dry_run: bool = key(False, "show what the rows become; train nothing, write nothing", may_change=True)
-    gpus: int = key(1, "GPUs, or with device = cpu workers (0: all)", at_least=0, may_change=True, instead_of="dp")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -240,13 +253,6 @@ class FinetuneConfig(Options):
             raise UsageError("adapter contradicts method = full; set method = lora or leave it out")
         if self.export_dtype and self.method == "lora":
             raise UsageError("export-dtype concerns method = full; an adapter is saved in the precision it trains in")
-
-    def _ranks(self) -> int:
-        return self.gpus or super()._ranks()
-
-    def options(self) -> Options:
-        """The part that the Trainer takes."""
-        return Options(**{f.name: getattr(self, f.name) for f in dataclasses.fields(Options)})
 
     def resolved(self) -> Self:
         """See Options.resolved; the learning rate is decided too."""
