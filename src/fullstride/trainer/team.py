@@ -90,7 +90,7 @@ class Team:
 
         Raises what the workers refused, if all did (or the first one, which writes), and then nothing has changed.
         Anything else is a failure, which ends the team and is raised as WorkerError or OutOfMemory with the rank; but
-        the only rank's is raised as it is, and the team lives.
+        the only rank's is raised as it is, and the team lives. Ctrl-C ends it: nobody knows what was half done.
         """
         try:
             outcomes = self._exchange(command, args, rank, writes)
@@ -98,7 +98,8 @@ class Team:
             if refused and len(refused) < len(outcomes) and not (writes and refused[0] == 0):
                 raise Divided(refused[0], f"could not do {command} as others could: {outcomes[refused[0]].refusal}")
         except BaseException as error:
-            if self.world_size == 1 or (told := self._ended_by(error)) is error:
+            alone = self.world_size == 1 and not isinstance(error, KeyboardInterrupt)
+            if alone or (told := self._ended_by(error)) is error:
                 raise
             raise told from error
         for outcome in outcomes:

@@ -43,8 +43,8 @@ class Trainer:
     Raises ConfigError for options and sizes that do not work here, and for arguments of calls; those leave the trainer
     as it was. Where memory is short, here or in a later call, it raises OutOfMemory, which names the segment, the
     missing bytes, and settings that would fit. One from `step` or `update`, which may have written half of their work,
-    stops the trainer. With several ranks, whatever else goes wrong in one of them stops all, and raises WorkerError
-    (or OutOfMemory) with the rank and its traceback, or the signal that killed it.
+    stops the trainer, and so does Ctrl-C in any call. With several ranks, whatever else goes wrong in one of them stops
+    all, and raises WorkerError (or OutOfMemory) with the rank and its traceback, or the signal that killed it.
     """
 
     def __init__(
