@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -145,7 +146,9 @@ def test_a_worker_that_raises_tells_its_traceback(
     monkeypatch.syspath_prepend(tmp_path)
     assert main(words(keys(model_dir, data, tmp_path / "run", **SMALL | {"gpus": 2}))) == 1
     told = capsys.readouterr().err
-    assert "fullstride: error: rank 1 failed:" in told and "ArithmeticError: the fault" in told
+    assert (
+        re.search("fullstride: error: rank [01] failed:", told) and "ArithmeticError: the fault" in told
+    )  # whoever is first
 
 
 def test_a_stop_saves_the_state(model_dir: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
