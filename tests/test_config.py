@@ -85,21 +85,15 @@ def test_refuses_by_name(keys: dict[str, object], message: str) -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("gpus", 2),
-        ("gpus", 0),
-        ("dp", 2),
         ("tp", 2),
         ("pp", 2),
         ("pp_schedule", "zb-h1"),
         ("microbatches", 2),
         ("matmul", "fp8"),
         ("offload", ("m", "v")),
-        ("grad_reduce", "all-to-all"),
-        ("gather_by", "copy"),
-        ("send_by", "copy"),
+        ("offload", ("grads", "weights")),
         ("keep_best", True),
         ("profile", 2),
-        ("zero", 3),
     ],
 )
 def test_what_does_not_work_yet_is_refused_never_ignored(key: str, value: object) -> None:
@@ -107,17 +101,75 @@ def test_what_does_not_work_yet_is_refused_never_ignored(key: str, value: object
         finetune(**{key: value})
 
 
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"dp": 2}, r"dp is the number of GPUs.*; got dp = 2 and gpus = 1; leave dp out"),
+        ({"dp": 2, "gpus": 3}, r"got dp = 2 and gpus = 3"),
+        ({"zero": 4}, r"zero must be at most 3, got 4"),
+        ({"gpus": -1}, r"gpus must be at least 0, got -1"),
+        ({"grad_reduce": "all-to-all"}, r"from zero = 2 on; got zero = 1; set zero = 2, or leave grad-reduce out"),
+        ({"gather_by": "copy", "zero": 0}, r"from zero = 1 on; got zero = 0; set zero = 1, or leave gather-by out"),
+        ({"send_by": "copy"}, r"got grad-reduce = reduce-scatter; set grad-reduce = all-to-all and zero = 2 or 3, or"),
+        ({"send_by": "nvlink"}, r"send-by must be one of nccl, copy; got 'nvlink'"),
+        (
+            {"gpus": 2, "offload": "grads"},
+            r"offload = grads beside several ranks .* zero = 2 or 3; got zero = 1 and 2 ranks; set zero = 2, or leave",
+        ),
+        (
+            {"gpus": 2, "dtype": "bf16", "grad_dtype": "fp32"},
+            r"grad-dtype = fp32 beside dtype = bf16 .* zero = 2 or 3; got zero = 1 and 2 ranks; set zero = 2, or",
+        ),
+    ],
+)
+def test_what_ranks_cannot_do_is_refused_with_a_remedy(keys: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        finetune(**keys)
+
+
+def test_what_ranks_can_do_is_legal() -> None:
+    assert finetune(gpus=2, zero=3, grad_reduce="all-to-all", dtype="bf16", grad_dtype="fp32").options().dp == 0
+    assert finetune(gpus=2, device="cpu").resolved().options().dp == 2
+    Options(dtype="bf16", grad_dtype="fp32")  # one rank
+    finetune(gpus=2, zero=2, grad_reduce="all-to-all", gather_by="copy", send_by="copy")
+    for zero in range(4):
+        Options(offload=("grads",), zero=zero)
+
+
+@pytest.mark.parametrize("keys", [{"gather_by": "copy"}, {"zero": 2, "grad_reduce": "all-to-all", "send_by": "copy"}])
+def test_copies_need_linux(keys: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    options = Options(device="cpu", **keys)  # type: ignore[arg-type]
+    options.resolved()
+    monkeypatch.setattr("sys.platform", "darwin")
+    with pytest.raises(ConfigError, match="as on Linux, this is darwin; set nccl for both, or leave them out"):
+        options.resolved()
+
+
+def test_a_flag_for_gpus_replaces_the_files_dp(tmp_path: Path) -> None:
+    """A run that went over two ranks goes on over one."""
+    file = tmp_path / "run.toml"
+    file.write_text('model = "x"\ndata = "y"\ngpus = 2\ndp = 2\n', encoding="utf-8")
+    assert parse(FinetuneConfig, [str(file)]).dp == 2
+    assert parse(FinetuneConfig, [str(file), "--gpus", "1"]).dp == 0
+
+
 def test_log_sinks_are_refused() -> None:
     with pytest.raises(UsageError, match="log = wandb does not work yet; what works now is to leave log out"):
         finetune(log="wandb")
 
 
-def test_gradients_and_products_have_the_weights_dtype_for_now() -> None:
-    for key in ("grad_dtype", "matmul"):
-        with pytest.raises(UsageError, match=f"{key.replace('_', '-')} = fp32 beside dtype = bf16 does not work yet"):
-            build(Options, {"dtype": "bf16", key: "fp32"})
-        with pytest.raises(UsageError, match="does not work yet"):  # dtype is automatic, which is fp32 on a CPU
-            build(Options, {"device": "cpu", key: "bf16"}).resolved()
+def test_products_have_the_weights_dtype_for_now() -> None:
+    with pytest.raises(UsageError, match="matmul = fp32 beside dtype = bf16 does not work yet"):
+        build(Options, {"dtype": "bf16", "matmul": "fp32"})
+    with pytest.raises(UsageError, match="does not work yet"):  # dtype is automatic, which is fp32 on a CPU
+        build(Options, {"device": "cpu", "matmul": "bf16"}).resolved()
+
+
+@pytest.mark.parametrize("key", ["master_dtype", "grad_dtype"])
+def test_nothing_is_kept_coarser_than_the_weights(key: str) -> None:
+    assert getattr(build(Options, {"dtype": "bf16", key: "fp32"}), key) == "fp32"
+    with pytest.raises(UsageError, match=f"{key.replace('_', '-')} = bf16 is coarser than dtype = fp32"):
+        build(Options, {"device": "cpu", key: "bf16"}).resolved()
 
 
 def test_resolved_says_what_automatic_meant() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from fullstride.errors import ConfigError, DataError, OutOfMemory, UsageError
+from fullstride.errors import ConfigError, DataError, OutOfMemory, UsageError, WorkerError
 from fullstride.version import __version__
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ __all__ = [
     "OutOfMemory",
     "Trainer",
     "UsageError",
+    "WorkerError",
     "__version__",
     "finetune",
 ]

@@ -15,3 +15,11 @@ class OutOfMemory(ConfigError, MemoryError):
 
 class DataError(ConfigError):
     """Rows that cannot be trained on. Commands print it as one line and exit 1."""
+
+
+class WorkerError(RuntimeError):
+    """A rank that failed: its traceback, or the signal that ended it. All other ranks have been stopped."""
+
+    def __init__(self, rank: int, story: str) -> None:
+        super().__init__(f"rank {rank} {story}")
+        self.rank = rank

@@ -26,7 +26,7 @@ def whole_directory(directory: Path, overwrite: bool = False) -> Iterator[Path]:
         raise ConfigError(f"{directory} is a file; choose another directory")
     if directory.is_dir() and any(directory.iterdir()) and not overwrite:
         raise ConfigError(f"{directory} is not empty; choose another directory or remove it first")
-    new, old = directory.with_name(f".{directory.name}.partial"), replaced(directory)
+    new, old = partial(directory), replaced(directory)
     if new.exists():  # left by a process that was killed
         shutil.rmtree(new)
     new.mkdir(parents=True)
@@ -44,6 +44,18 @@ def whole_directory(directory: Path, overwrite: bool = False) -> Iterator[Path]:
         raise
     if old.exists():
         shutil.rmtree(old)
+
+
+def partial(directory: Path) -> Path:
+    """Where the new contents of `directory` stand while whole_directory's caller writes them."""
+    return directory.with_name(f".{directory.name}.partial")
+
+
+def discard_partial(directory: Path) -> None:
+    """Remove what a process that was killed in whole_directory left of `directory`, and keep the old contents."""
+    shutil.rmtree(partial(directory), ignore_errors=True)
+    if replaced(directory).exists() and not directory.exists():
+        replaced(directory).rename(directory)
 
 
 def replaced(directory: Path) -> Path:

@@ -48,7 +48,7 @@ def train(trainer: Trainer, updates: int = 1, documents: np.ndarray | None = Non
 def test_the_arena_holds_exactly_what_was_predicted(config: ModelConfig, options: dict) -> None:
     given = Options(device="cpu", **options).resolved()
     setting = Setting(given, batch_size=3, seq_len=13, grad_accum=2)
-    plan = predict(config, *setting.engine(config), "cpu")
+    plan = predict(config, *setting.engine(config), "cpu").device
     with Trainer(config, given, batch_size=3, seq_len=13, grad_accum=2) as trainer:
         trainer.init_weights()
         train(trainer)
@@ -71,7 +71,7 @@ def test_predictions_agree_with_what_was_measured() -> None:
         dtypes = {"dtype": told["dtype"], "master_dtype": master, "m_dtype": "fp32", "v_dtype": "fp32"}
         options = Options(method=told["method"], device="cuda", **dtypes)
         config, setting = preset(told["model"]), Setting(options, told["batch_size"], told["seq_len"], 1)
-        predicted = total(predict(config, *setting.engine(config))) / 1e9
+        predicted = total(predict(config, *setting.engine(config)).device) / 1e9
         assert told["peak_memory_gb"] < predicted < 1.05 * told["peak_memory_gb"], file.name
 
 
@@ -82,7 +82,7 @@ def test_libraries_keep_a_set_of_attention_for_every_shape() -> None:
 
     def libraries(**more) -> int:
         setting = Setting(Options(**{**vars(options), **more.pop("options", {})}), 2, 16, 1)
-        return predict(CONFIG, *setting.engine(CONFIG), **more)[LIBRARIES]
+        return predict(CONFIG, *setting.engine(CONFIG), **more).device[LIBRARIES]
 
     layer = 32 * (16 * 4 * 2 + 4 * 4)
     assert libraries(shapes=2) - libraries() == 3 * layer
@@ -95,7 +95,7 @@ def test_a_plan_costs_nothing_by_itself() -> None:
     """Terabytes on the device, a gigabyte of rotary tables: planned in the moment that it takes to add them up."""
     setting = Setting(Options(device="cpu").resolved(), batch_size=1, seq_len=2**24, grad_accum=1)
     started = time.perf_counter()
-    plan = predict(preset("qwen2.5-7b"), *setting.engine(preset("qwen2.5-7b")))
+    plan = predict(preset("qwen2.5-7b"), *setting.engine(preset("qwen2.5-7b"))).device
     assert plan["rope"] == 2 * 4 * 2**24 * 64 and total(plan) > 1e13
     assert time.perf_counter() - started < 2.0  # the tables alone would take longer than that
 
@@ -123,7 +123,7 @@ def test_predicted_and_measured_peaks_on_a_gpu(method: str, packed: bool, recomp
         peak = torch.cuda.max_memory_allocated() - before
         taken = free - torch.cuda.mem_get_info()[0]
         setting = Setting(options, 16, 512, 2)
-        plan = predict(config, *setting.engine(config), documents=128 if packed else 0)
+        plan = predict(config, *setting.engine(config), documents=128 if packed else 0).device
         held = sum(kinds["device"] for kinds in trainer.allocations().values())
     assert 0 <= held - (total(plan) - plan[LIBRARIES]) <= WORKSPACE_BYTES
     print(

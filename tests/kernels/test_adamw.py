@@ -11,7 +11,9 @@ HYPER = torch.tensor([*hyper_values(1e-2, 0.9, 0.999, 1e-8, 0.1, 3), 0.5], dtype
 RNG = torch.tensor([1, 2, 0])
 
 
-def make_buffers(place: Place, n: int, master: torch.dtype | None, moments: torch.dtype) -> AdamWBuffers:
+def make_buffers(
+    place: Place, n: int, master: torch.dtype | None, moments: torch.dtype, first: int = 0
+) -> AdamWBuffers:
     return AdamWBuffers(
         param=place.randn(n),
         master=None if master is None else place.randn(n, dtype=master),
@@ -19,10 +21,11 @@ def make_buffers(place: Place, n: int, master: torch.dtype | None, moments: torc
         m=place.randn(n, scale=0.1, dtype=moments),
         v=place.randn(n, dtype=torch.float32).square().to(moments),
         tensor=4,
+        first=first,
     )
 
 
-def check_stored(stored: torch.Tensor, expected: torch.Tensor, stream: int) -> None:
+def check_stored(stored: torch.Tensor, expected: torch.Tensor, stream: int, first: int = 0) -> None:
     """float32: rounding. bf16: the bits of the reference, with the same noise, but for a tiny share one step off.
 
     The kernel's float32 value differs from the reference's in its last bits (fused multiply-adds): 2 ** -16 of a bf16
@@ -31,7 +34,7 @@ def check_stored(stored: torch.Tensor, expected: torch.Tensor, stream: int) -> N
     """
     if stored.dtype != torch.bfloat16:
         return assert_close(stored, expected)
-    rounded = stochastic_round_ref(expected.float(), noise_ref(RNG, stream, expected.numel()))
+    rounded = stochastic_round_ref(expected.float(), noise_ref(RNG, stream, expected.numel(), first))
     steps = (stored.cpu().view(torch.int16).int() - rounded.view(torch.int16).int()).abs()
     cancelled = expected.abs() < 1e-5
     assert steps[~cancelled].max() <= 1
@@ -61,6 +64,17 @@ def test_update(place: Place, n: int, has_master: bool, narrow: bool, decay: boo
     check_stored(w, new_w, w_stream)
     if b.master is not None:
         assert_same_bits(b.param, b.master.to(b.param.dtype))  # rounded to nearest
+
+
+@pytest.mark.parametrize("first", [8, 2**33])
+def test_noise_of_a_part_is_that_of_its_elements(place: Place, first: int) -> None:
+    from fullstride.kernels.adamw import adamw
+
+    b = make_buffers(place, 1000, None, place.dtype, first)
+    new_w, new_m, _ = adamw_ref(high(b.param), high(b.grad), high(b.m), high(b.v), HYPER, True)
+    adamw(b, place.put(HYPER), True, place.put(RNG))
+    for stored, expected, stream in zip((b.param, b.m), (new_w, new_m), b.streams, strict=False):
+        check_stored(stored, expected, stream, first)
 
 
 @pytest.mark.gpu

@@ -81,6 +81,19 @@ def adamw_case(place: Place) -> Case:
     return Case(run, [hyper, rng], [place.put(later), place.put(torch.tensor([1, 2, 0]))])
 
 
+def accumulate_case(place: Place) -> Case:
+    from fullstride.kernels.accumulate import accumulate
+
+    total, terms, rng = place.randn(10007), place.randn(2, 10007), place.put(torch.tensor([1, 1, 0]))
+
+    def run() -> tuple[torch.Tensor, ...]:
+        out = total.clone()
+        accumulate(out, terms, rng, 5, 8, False, -1)
+        return (out,)
+
+    return Case(run, [terms, rng], [place.randn(2, 10007), place.put(torch.tensor([1, 1, 1]))])
+
+
 def attention_case(place: Place) -> Case:
     q, k, v, dout = (place.randn(512, heads, 64) for heads in (4, 2, 2, 4))
     documents = Documents(
@@ -96,7 +109,9 @@ def attention_case(place: Place) -> Case:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("make", [rms_norm_case, embedding_case, cross_entropy_case, adamw_case, attention_case])
+@pytest.mark.parametrize(
+    "make", [rms_norm_case, embedding_case, cross_entropy_case, adamw_case, accumulate_case, attention_case]
+)
 def test_replay_equals_a_new_run(gpu: torch.device, make: Callable[[Place], Case], dtype: torch.dtype) -> None:
     case = make(Place(gpu, dtype))
     side = torch.cuda.Stream()

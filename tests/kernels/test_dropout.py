@@ -30,3 +30,17 @@ def test_dropout(place: Place, num_rows: int, width: int, p: float, accumulate: 
         assert torch.equal(out.cpu() != 0, kept)  # the same elements
     if strided:
         assert_spare_untouched(x, out)
+
+
+def test_first_row(place: Place) -> None:
+    """The rows of another rank: the elements before them are counted, beyond 32 bits too."""
+    from fullstride.kernels.dropout import dropout
+
+    x, rng, number = place.randn(37, 136), torch.tensor([11, 2, 1]), stream(DROPOUT, 9)
+    threshold = keep_threshold(0.5)
+    for first_row in (3, 2**26):
+        out = place.poisoned(37, 136)
+        dropout(x, threshold, keep_scale(threshold), place.put(rng), number, out, first_row=first_row)
+        expected = dropout_ref(high(x), 0.5, rng, number, first_row)
+        assert_close(out, expected)
+        assert torch.equal(out.cpu() != 0, expected != 0)

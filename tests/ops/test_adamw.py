@@ -51,6 +51,26 @@ def test_buffers(master: torch.dtype | None, moments: torch.dtype) -> None:
         assert torch.equal(b.param, b.master.bfloat16())
 
 
+def test_a_part_is_updated_as_within_the_whole() -> None:
+    """Noise belongs to elements, whoever owns them: exact."""
+    torch.manual_seed(0)
+    values = [torch.randn(512).bfloat16() for _ in range(4)]
+    hyper = torch.tensor([*hyper_values(1e-2, 0.9, 0.95, 1e-8, 0.1, 1), 1.0], dtype=torch.float64)
+
+    def update(part: slice) -> list[torch.Tensor]:
+        param, grad, m, v = (x[part].clone() for x in (*values[:3], values[3].abs()))
+        adamw(AdamWBuffers(param, None, grad, m, v, tensor=3, first=part.start), hyper, True, RNG)
+        return [param, m, v]
+
+    whole, parts = update(slice(0, 512)), [update(slice(0, 256)), update(slice(256, 512))]
+    assert all(torch.equal(a, torch.cat(b)) for a, b in zip(whole, zip(*parts, strict=True), strict=True))
+    moved = AdamWBuffers(
+        *(x[256:].clone() for x in (values[0],)), None, *(x[256:].clone() for x in values[1:]), tensor=3
+    )
+    adamw(moved, hyper, True, RNG)
+    assert not torch.equal(moved.m, parts[1][1])  # the key is at work
+
+
 def test_streams_of_weights_and_moments_differ() -> None:
     x = torch.zeros(1)
     alone = AdamWBuffers(x, None, x, x, x, tensor=5)

@@ -41,3 +41,11 @@ def test_masks_are_independent() -> None:
 
 def test_the_same_mask_again() -> None:
     assert torch.equal(mask(), mask())
+
+
+def test_rows_have_noise_of_their_own_on_whatever_rank() -> None:
+    """Ranks number their rows within all ranks' rows: exact, for a width that 8 does not divide too."""
+    x, rng = torch.randn(6, 13), torch.tensor([3, 1, 0])
+    whole = dropout_ref(x, 0.4, rng, 5)
+    assert torch.equal(dropout_ref(x[:4], 0.4, rng, 5), whole[:4])
+    assert torch.equal(dropout_ref(x[4:], 0.4, rng, 5, first_row=4), whole[4:])

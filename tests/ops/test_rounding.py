@@ -41,9 +41,15 @@ def test_noise_of_an_element_does_not_depend_on_how_many_there_are() -> None:
     assert torch.equal(halves(1, 2, 3, 4, 1001)[:7], halves(1, 2, 3, 4, 7))
 
 
+@pytest.mark.parametrize("first", [8, 13, 1000])
+def test_noise_can_begin_at_any_element(first: int) -> None:
+    rng = torch.tensor([1, 2, 3])
+    assert torch.equal(noise_ref(rng, 4, 50, first), noise_ref(rng, 4, first + 50)[first:])
+
+
 def test_streams_are_different() -> None:
-    numbers = {stream(purpose, tensor) for purpose in range(6) for tensor in (0, 1, 2**24 - 1)}
-    assert len(numbers) == 18 and max(numbers) < 2**31
+    numbers = {stream(purpose, tensor) for purpose in range(7) for tensor in (0, 1, 2**24 - 1)}
+    assert len(numbers) == 21 and max(numbers) < 2**31
 
 
 N = 100_000

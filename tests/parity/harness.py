@@ -7,8 +7,10 @@ adds a field here in the commit that adds the feature.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import itertools
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +18,10 @@ import torch
 from fullstride import ModelConfig, Options, Trainer
 from fullstride.data.chat import Example
 from fullstride.data.loader import Loader
+from fullstride.engine.step import Engine
+from fullstride.engine.weights_io import init_weights
+from fullstride.parallel.comm import Communicator
+from tests.ranks import RankTrainer, together
 
 SEQ_LEN = 32
 ROWS = 10
@@ -35,6 +41,8 @@ CONFIG = ModelConfig(
     tie_word_embeddings=True,
     initializer_range=0.15,
 )
+# the other has what the first lacks: a head of its own, biases
+MODELS = {"tied": CONFIG, "untied": replace(CONFIG, architecture="qwen2", tie_word_embeddings=False)}
 LORA = {"method": "lora", "lora_rank": 4, "lora_alpha": 8.0}
 # an optimizer that is close to SGD (a large eps hides nothing of a gradient), and AdamW as people use it
 OPTIMIZERS = {"sgd-like": {"lr": 5.0, "eps": 1.0}, "adamw": {"lr": 1e-3, "eps": 1e-8}}
@@ -50,6 +58,12 @@ class Split:
     head_chunks: int = 1
     device: str = "cpu"
     resume_after: int = 0  # save, make a new trainer, load; 0: never
+    ranks: int = 1
+    zero: int = 1
+    all_to_all: bool = False
+    gather_by_copy: bool = False
+    send_by_copy: bool = False
+    offload: bool = False
 
 
 @dataclass
@@ -74,33 +88,64 @@ def examples() -> list[Example]:
     return rows
 
 
-def make_trainer(split: Split, method: dict, batch_size: int) -> Trainer:
+def make_trainer(
+    split: Split, method: dict, batch_size: int, model: str = "tied", comm: Communicator | None = None
+) -> Trainer | RankTrainer:
+    """batch_size: of one rank. comm: of this process, where there are several ranks."""
     options = Options(
-        dtype="fp32", device=split.device, recompute=split.recompute, head_chunks=split.head_chunks, seed=3, **method
+        dtype="fp32",
+        device=split.device,
+        recompute=split.recompute,
+        head_chunks=split.head_chunks,
+        zero=split.zero,
+        grad_reduce="all-to-all" if split.all_to_all else "reduce-scatter",
+        gather_by="copy" if split.gather_by_copy else "nccl",
+        send_by="copy" if split.send_by_copy else "nccl",
+        offload=("grads",) if split.offload else (),
+        seed=3,
+        **method,
     )
-    trainer = Trainer(CONFIG, options, batch_size=batch_size, seq_len=SEQ_LEN, grad_accum=split.accumulation)
-    trainer.init_weights(seed=1)
-    _same_start_everywhere(trainer)
+    sizes = {"batch_size": batch_size, "seq_len": SEQ_LEN, "grad_accum": split.accumulation}
+    if comm is None:
+        trainer = Trainer(MODELS[model], options, **sizes)
+        trainer.init_weights(seed=1)
+    else:
+        trainer = RankTrainer(comm, MODELS[model], options, **sizes)
+        init_weights(trainer.engine, 1)
+    _same_start_everywhere(trainer.engine)
     return trainer
 
 
-def _same_start_everywhere(trainer: Trainer) -> None:
+def _same_start_everywhere(engine: Engine) -> None:
     """Random starts come from the device's own generator: copy a CPU's, so that devices can be compared."""
-    state = trainer.engine.state
-    for i, unit in enumerate(state.units):
-        for j, spec in enumerate(unit.tensors):
-            if spec.decay and ".b." not in spec.name:  # the adapters' B stays zero
-                values = torch.randn(spec.shape, generator=torch.Generator().manual_seed(100 * i + j))
-                state.tensor(unit, spec).copy_(0.15 * values)
-    trainer.engine.params_written(trainer.engine.state.units)
+    for i, unit in enumerate(engine.state.units):
+        with engine.state.open(unit) as views:
+            for j, spec in enumerate(unit.tensors):
+                # norms stay one, the adapters' B zero; a bias of zero would have no size to compare with
+                if (spec.decay or spec.name.endswith("bias")) and ".b." not in spec.name:
+                    values = torch.randn(spec.shape, generator=torch.Generator().manual_seed(100 * i + j))
+                    views[spec.name].copy_(0.15 * values)
+    engine.params_written(engine.state.units)
 
 
-def run(split: Split, optimizer: str, method: dict, directory: Path) -> Trace:
-    """Five updates over all rows."""
+def run(split: Split, optimizer: str, method: dict, directory: Path, model: str = "tied") -> Trace:
+    """Five updates over all rows. Every rank tells the same, to the bit."""
+    if split.ranks == 1:
+        return run_rank(None, split, optimizer, method, directory, model)
+    first, *others = together(split.ranks, run_rank, split, optimizer, method, directory, model)
+    for other in others:
+        same_bits(other, first)
+    return first
+
+
+def run_rank(
+    comm: Communicator | None, split: Split, optimizer: str, method: dict, directory: Path, model: str
+) -> Trace:
+    """What one process does of `run`."""
     packed = len(Loader(examples(), SEQ_LEN, 1, split.packing, 0, 0, shuffle=False).rows)
-    batch_size = -(-packed // split.accumulation)
-    loader = Loader(examples(), SEQ_LEN, batch_size, split.packing, 0, 0, shuffle=False)
-    trainer, trace = make_trainer(split, method, batch_size), Trace()
+    batch_size = -(-packed // (split.accumulation * split.ranks))
+    loader = Loader(examples(), SEQ_LEN, batch_size * split.ranks, split.packing, 0, 0, shuffle=False)
+    trainer, trace = make_trainer(split, method, batch_size, model, comm), Trace()
     for step in range(1, UPDATES + 1):
         for batch in loader.next_window(split.accumulation):
             trainer.step(batch.inputs, batch.targets, batch.documents, z_loss=1e-3)
@@ -108,18 +153,24 @@ def run(split: Split, optimizer: str, method: dict, directory: Path) -> Trace:
         for name in ("loss", "loss_1k", "grad_norm", "tokens"):
             getattr(trace, name).append(told[name])
         if step == split.resume_after:
+            assert isinstance(trainer, Trainer)
             trainer.save_checkpoint(directory, step, {"position": loader.position})
             trainer.stop()
-            trainer = make_trainer(split, method, batch_size)
+            trainer = make_trainer(split, method, batch_size, model)
+            assert isinstance(trainer, Trainer)
             loader.seek(trainer.load_checkpoint(directory)["position"])
     state = trainer.engine.state
-    trace.weights = {
-        f"{unit.name}.{spec.name}": state.values(unit)[spec.name].cpu().clone()
-        for unit in state.units
-        for spec in unit.tensors
-    }
-    trainer.stop()
+    for unit in state.units:
+        trace.weights |= {f"{unit.name}.{name}": value for name, value in state.values(unit).items()}
+    if isinstance(trainer, Trainer):
+        trainer.stop()
     return trace
+
+
+def same_bits(a: Trace, b: Trace) -> None:
+    """Assert that two traces are equal."""
+    assert (a.loss, a.grad_norm) == (b.loss, b.grad_norm)
+    assert all(torch.equal(a.weights[name], b.weights[name]) for name in b.weights)
 
 
 def check_equal(found: Trace, reference: Trace, tolerance: float = TOLERANCE) -> None:
@@ -133,3 +184,18 @@ def check_equal(found: Trace, reference: Trace, tolerance: float = TOLERANCE) ->
     for name, weight in reference.weights.items():
         difference = (found.weights[name] - weight).norm() / weight.norm()
         assert difference < tolerance, f"{name}: {difference}"
+
+
+def cover_pairs(every: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A few of `every` combination of features, in which each pair of values occurs that occurs at all (greedily)."""
+
+    def pairs(combination: dict[str, Any]) -> set[Any]:
+        return set(itertools.combinations(combination.items(), 2))
+
+    wanted = set().union(*map(pairs, every))
+    chosen = []
+    while wanted:
+        best = max(every, key=lambda combination: len(pairs(combination) & wanted))
+        chosen.append(best)
+        wanted -= pairs(best)
+    return chosen

@@ -7,9 +7,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
 
-from tests.parity.harness import LORA, OPTIMIZERS, Split, Trace, check_equal, run
+from tests.parity.harness import LORA, OPTIMIZERS, Split, Trace, check_equal, cover_pairs, run, same_bits
 
 METHODS = {"full": {}, "lora": LORA}
 RECOMPUTE = {
@@ -34,21 +33,9 @@ def combinations() -> list[Split]:
 
 
 def pairwise() -> list[Split]:
-    """A small set of splits in which every pair of values of two features occurs (greedy cover)."""
-    names = list(FEATURES)
-
-    def pairs(split: Split) -> set:
-        values = [(name, getattr(split, name)) for name in names]
-        return set(itertools.combinations(values, 2))
-
-    every = combinations()
-    wanted = set().union(*(pairs(split) for split in every))
-    chosen: list[Split] = []
-    while wanted:
-        best = max(every, key=lambda split: len(pairs(split) & wanted))
-        chosen.append(best)
-        wanted -= pairs(best)
-    return chosen
+    """A small set of splits in which every pair of values of two features occurs."""
+    chosen = cover_pairs([{name: getattr(split, name) for name in FEATURES} for split in combinations()])
+    return [Split(**values) for values in chosen]
 
 
 @cache
@@ -92,8 +79,3 @@ def test_resume_gives_the_same_bits(method: str, dropout: float, tmp_path: Path)
     settings = METHODS[method] | ({"lora_dropout": dropout} if method == "lora" else {})
     a = run(Split(resume_after=3, accumulation=2), "adamw", settings, tmp_path)
     same_bits(a, run(Split(accumulation=2), "adamw", settings, tmp_path))
-
-
-def same_bits(a: Trace, b: Trace) -> None:
-    assert (a.loss, a.grad_norm) == (b.loss, b.grad_norm)
-    assert all(torch.equal(a.weights[name], b.weights[name]) for name in b.weights)

@@ -24,7 +24,7 @@ from fullstride.errors import ConfigError
 from fullstride.run.metrics import COLUMNS, EventLog, MetricsFile, read_events, read_metrics, update_row
 from fullstride.run.plot import sketch
 from fullstride.run.progress import Progress, describe, details
-from fullstride.trainer import trainer
+from fullstride.trainer import worker
 from tests.run.conftest import run
 
 LOSS = {"loss": 1.75, "grad_norm": 0.5, "tokens": 30}
@@ -107,7 +107,7 @@ def test_case_26_a_peak_inside_an_update_shows(model_dir: Path, data_dir: Path, 
             self.updates += 1
             return 2**30 if self.updates == 2 else 5_000_000  # a GiB lived within the second update only
 
-    monkeypatch.setattr(trainer, "PeakMemory", Peak)
+    monkeypatch.setattr(worker, "PeakMemory", Peak)
     run(model_dir, data_dir, tmp_path / "run", steps=3)
     peaks = [float(r["peak_vram_gb"]) for r in read_metrics(tmp_path / "run" / "metrics.csv")]
     assert peaks == [0.005, 1.073741824, 0.005]

@@ -26,7 +26,7 @@ def test_finetune_names_a_setting_that_works(
     place: str, model_dir: Path, data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
     options = Options(method="lora", device="cpu").resolved()
-    plan = predict(TINY, *Setting(options, 4, 96, 1).engine(TINY), "cpu")
+    plan = predict(TINY, *Setting(options, 4, 96, 1).engine(TINY), "cpu").device
     arenas = sum(plan.values()) - plan[LIBRARIES]
     limit = {"construction": arenas - plan["scratch"] - 1, "step": arenas - 1, "library": 10 * arenas}[place]
     monkeypatch.setattr(arena, "_physical_memory", lambda: limit)

@@ -527,17 +527,29 @@ def test_a_lora_checkpoint_does_not_stand_for_the_base(tmp_path: Path) -> None:
         trainer.step(*batch(1, 6, [4]))
 
 
+@pytest.mark.parametrize("place", ["_backward_piece", "_update_piece"])
+def test_interrupted_in_a_call(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A micro-step's or an update's first half is done: going on would count its gradients twice."""
+    trainer = make()
+    inputs, targets = batch(1, 6, [3])
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(trainer.engine, place, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.step(inputs, targets)
+        trainer.update(lr=1e-3)
+    with pytest.raises(ConfigError, match="the trainer is stopped; make a new one"):
+        trainer.step(inputs, targets)
+
+
 def test_stopped_trainer() -> None:
     with make() as trainer:
         pass
     trainer.stop()
     with pytest.raises(ConfigError, match="the trainer is stopped"):
         trainer.step(*batch(1, 6, [4]))
-
-
-def test_more_gpus_than_work_now() -> None:
-    with pytest.raises(ConfigError, match="gpus = 2"):
-        Trainer(CONFIG, Options(device="cpu"), gpus=2, batch_size=1, seq_len=4)
 
 
 # ---- checkpoints

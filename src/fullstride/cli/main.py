@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from fullstride.errors import ConfigError, UsageError
+from fullstride.errors import ConfigError, UsageError, WorkerError
 from fullstride.version import __version__
 
 COMMANDS = ("finetune", "generate", "import-gguf", "bench", "demo")
@@ -41,6 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return failed(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
     except MemoryError as error:
         return failed(f"out of memory ({error}); lower batch-size or seq-len")
+    except WorkerError as error:  # its lines are a traceback of another process
+        print(f"fullstride: error: {error}", file=sys.stderr)
+        return FAILED
     except KeyboardInterrupt:
         return INTERRUPTED
 

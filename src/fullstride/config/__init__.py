@@ -7,11 +7,13 @@ this version; everything is checked at construction, so a configuration that exi
 from __future__ import annotations
 
 import dataclasses
+import sys
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Self
 
 from fullstride.config.keys import check_fields, dashed, key
+from fullstride.config.rules import check_rules
 from fullstride.errors import ConfigError, UsageError
 
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -97,23 +99,22 @@ class Options:
     v_dtype: str = key("", "precision of the second moment; automatic: fp32", choices=DTYPES)
     grad_dtype: str = key("", "precision of gradients; automatic: dtype", choices=DTYPES)
     recompute: tuple[str, ...] = key((), "what the backward computes again instead of keeping it", choices=RECOMPUTE)
-    offload: tuple[str, ...] = key((), "what lives in host memory", choices=OFFLOAD, now=((),))
-    zero: int = key(1, "what data-parallel ranks share out (0 to 3)", now=(0, 1), may_change=True)
-    dp: int = key(0, "data-parallel ranks; automatic: what remains of gpus", now=(0, 1), may_change=True)
+    offload: tuple[str, ...] = key((), "what lives in host memory", choices=OFFLOAD, now=((), ("grads",)))
+    zero: int = key(1, "what data-parallel ranks share out (0 to 3)", at_least=0, at_most=3, may_change=True)
+    dp: int = key(0, "data-parallel ranks; automatic: what remains of gpus", at_least=0, may_change=True)
     tp: int = key(1, "tensor-parallel ranks", now=(1,), may_change=True)
     pp: int = key(1, "pipeline stages", now=(1,), may_change=True)
     pp_schedule: str = key(
         "1f1b", "pipeline schedule", choices=("1f1b", "gpipe", "interleaved", "zb-h1"), now=("1f1b",)
     )
     microbatches: int = key(0, "micro-batches per micro-step; automatic: batch-size", now=(0,), may_change=True)
-    grad_reduce: str = key(
-        "reduce-scatter",
-        "how gradients are reduced",
-        choices=("reduce-scatter", "all-to-all"),
-        now=("reduce-scatter",),
+    grad_reduce: str = key("reduce-scatter", "how gradients are reduced", choices=("reduce-scatter", "all-to-all"))
+    gather_by: str = key(
+        "nccl", "what gathers weights that ranks share out: NCCL, or copy engines", choices=("nccl", "copy")
     )
-    gather_by: str = key("nccl", "what gathers weights", choices=("nccl", "copy"), now=("nccl",))
-    send_by: str = key("nccl", "what sends between pipeline stages", choices=("nccl", "copy"), now=("nccl",))
+    send_by: str = key(
+        "nccl", "what exchanges gradients under all-to-all: NCCL, or copy engines", choices=("nccl", "copy")
+    )
     deterministic: bool = key(False, "the same run gives the same bits on a GPU too (on a CPU always)")
     attention: str = key(
         "",
@@ -141,30 +142,26 @@ class Options:
             for name in ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "rslora"):
                 if getattr(self, name) != defaults[name]:
                     raise UsageError(f"{dashed(name)} contradicts method = full; set method = lora or leave it out")
-        self._check_precision()
+        check_rules(self, self._ranks())
 
-    def _check_precision(self) -> None:
-        if self.matmul == "fp8":
-            raise UsageError("matmul = fp8 does not work yet; what works now is to leave it out (products in dtype)")
-        for name in ("matmul", "grad_dtype"):
-            value = getattr(self, name)
-            if value and self.dtype and value != self.dtype:
-                raise UsageError(
-                    f"{dashed(name)} = {value} beside dtype = {self.dtype} does not work yet; "
-                    f"what works now is {dashed(name)} = {self.dtype}, or leaving it out"
-                )
-        if self.dtype == "fp32" and self.master_dtype == "bf16":
-            raise UsageError("master-dtype = bf16 is coarser than dtype = fp32; set dtype = bf16 or leave it out")
+    def _ranks(self) -> int:
+        """As far as these keys tell."""
+        return self.dp or 1
 
     def resolved(self) -> Self:
         """The same configuration with everything automatic decided (this looks at the machine)."""
         device = resolve_device(self.device)
+        if "copy" in (self.gather_by, self.send_by) and sys.platform != "linux":
+            raise ConfigError(
+                f"gather-by and send-by = copy need memory that processes share as on Linux, this is {sys.platform}; "
+                "set nccl for both, or leave them out"
+            )
         dtype = self.dtype or default_dtype(device)
         return dataclasses.replace(
             self,
             device=device,
             dtype=dtype,
-            dp=self.dp or 1,
+            dp=self._ranks(),
             matmul=self.matmul or dtype,
             grad_dtype=self.grad_dtype or dtype,
             master_dtype=self.master_dtype or ("fp32" if self.method == "lora" else dtype),
@@ -175,7 +172,21 @@ class Options:
 
 
 @dataclass(frozen=True)
-class FinetuneConfig(Options):
+class CommandOptions(Options):
+    """Options of a command, which makes the Trainer and so says over how many GPUs."""
+
+    gpus: int = key(1, "GPUs, or with device = cpu workers (0: all)", at_least=0, may_change=True, instead_of="dp")
+
+    def _ranks(self) -> int:
+        return self.gpus or super()._ranks()
+
+    def options(self) -> Options:
+        """The part that the Trainer takes."""
+        return Options(**{f.name: getattr(self, f.name) for f in dataclasses.fields(Options)})
+
+
+@dataclass(frozen=True)
+class FinetuneConfig(CommandOptions):
     """All keys of `finetune`: those of the run, then the Trainer's options. Raises UsageError as Options does."""
 
     model: str = key("", "directory, or Hub id found in the local cache or downloaded", required=True)
@@ -220,7 +231,6 @@ class FinetuneConfig(Options):
     profile: int = key(0, "trace of so many updates", now=(0,))
     log: tuple[str, ...] = key((), "sinks beside CSV and JSONL", now=((),), may_change=True)
     dry_run: bool = key(False, "show what the rows become; train nothing, write nothing", may_change=True)
-    gpus: int = key(1, "GPUs (0: all)", now=(1,), may_change=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -243,10 +253,6 @@ class FinetuneConfig(Options):
             raise UsageError("adapter contradicts method = full; set method = lora or leave it out")
         if self.export_dtype and self.method == "lora":
             raise UsageError("export-dtype concerns method = full; an adapter is saved in the precision it trains in")
-
-    def options(self) -> Options:
-        """The part that the Trainer takes."""
-        return Options(**{f.name: getattr(self, f.name) for f in dataclasses.fields(Options)})
 
     def resolved(self) -> Self:
         """See Options.resolved; the learning rate is decided too."""

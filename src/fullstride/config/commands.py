@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fullstride.config import DTYPES, MOST_LR, Options
+from fullstride.config import DTYPES, MOST_LR, CommandOptions
 from fullstride.config.keys import check_fields, key
 from fullstride.errors import UsageError
 
 
 @dataclass(frozen=True)
-class BenchConfig(Options):
+class BenchConfig(CommandOptions):
     """Keys of `bench`: those of the measurement, then the Trainer's options."""
 
     model: str = key("", "built-in name, directory or config.json", required=True)
     seq_len: int = key(1024, "tokens per row", at_least=2)
-    batch_size: int = key(4, "rows per micro-step", at_least=1)
+    batch_size: int = key(4, "rows per rank and micro-step", at_least=1)
     grad_accum: int | None = key(
-        None, "micro-steps per update; automatic: at least 65,536 tokens an update on a GPU, 1 on a CPU", at_least=1
+        None, "micro-steps per update; automatic: at least 65,536 tokens of a rank on a GPU, 1 on a CPU", at_least=1
     )
     updates: int = key(5, "updates in each of five measurements", at_least=1)
     lr: float | None = key(None, "learning rate; automatic: 1e-3 for LoRA, 1e-4 for full", above=0, at_most=MOST_LR)

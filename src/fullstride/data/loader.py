@@ -80,6 +80,15 @@ class Loader:
     def updates_per_epoch(self, grad_accum: int) -> int:
         return -(-self.rows_per_epoch // (self._batch_size * grad_accum))
 
+    def updates_until(self, epochs: int, position: int, grad_accum: int) -> int:
+        """Updates from `position`, which others of another size may have led to, to the end of so many epochs; negative
+        where that is behind."""
+        epoch, begin = divmod(position, self.rows_per_epoch)
+        size, whole = self._batch_size * grad_accum, self.updates_per_epoch(grad_accum)
+        if epoch >= epochs:
+            return (epochs - epoch) * whole - -(-begin // size)
+        return (epochs - epoch - 1) * whole + -(-(self.rows_per_epoch - begin) // size)
+
     def seek(self, position: int) -> None:
         """Makes the row that comes next the one after `position` rows, counted from the start over all epochs."""
         assert position >= 0

@@ -33,7 +33,6 @@ class HostBatch:
     packed: bool
     index: np.ndarray  # rows of the N tokens that are supervised
     targets: np.ndarray
-    tokens_1k: int  # supervised tokens in the first 1024 positions
 
     @property
     def tokens(self) -> int:
@@ -62,9 +61,6 @@ class HostBatch:
             packed=len(starts) > rows,
             index=index,
             targets=flat[index],
-            tokens_1k=int(np.count_nonzero(index % seq_len < FIRST_POSITIONS))
-            if seq_len > FIRST_POSITIONS
-            else len(index),
         )
 
 
@@ -82,15 +78,14 @@ def document_places(documents: int, rows: int, tokens: int) -> int:
 class Staging:
     """Host buffers [size] of one dtype for copies to a device buffer that the host does not wait for.
 
-    On a GPU they are pinned and used in turn: one is written while copies from the others may still be under way, and
+    They are used in turn, and on a GPU pinned: one is written while copies from the others may still be under way, and
     only the one that comes round again is waited for.
     """
 
     def __init__(self, out: torch.Tensor, segment: str, arena: Arena) -> None:
         """`out`: the device buffer [size]; `segment`: where the arena counts its host buffers."""
         self._out, self._turn = out, 0
-        stages = STAGES if out.is_cuda else 1
-        self.buffers = [arena.host(segment, tuple(out.shape), out.dtype) for _ in range(stages)]
+        self.buffers = [arena.host(segment, tuple(out.shape), out.dtype) for _ in range(STAGES)]
         self._copied = [torch.cuda.Event() for _ in self.buffers] if out.is_cuda else []
 
     def next(self) -> int:

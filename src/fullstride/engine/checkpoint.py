@@ -14,18 +14,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from fullstride.engine.state import TrainedUnit
 from fullstride.engine.step import Engine
 from fullstride.errors import ConfigError
 from fullstride.files import replace_text, replaced, save_tensors, whole_directory, write_json
 from fullstride.model.hf import Checkpoint
 
 LATEST, STATE = "latest", "state.json"
-
-
-def _buffers(unit: TrainedUnit) -> dict[str, Any]:
-    named = {"param": unit.param, "master": unit.master, "m": unit.m, "v": unit.v}
-    return {name: buffer for name, buffer in named.items() if buffer is not None}
 
 
 def _identity(engine: Engine) -> dict[str, Any]:
@@ -48,18 +42,24 @@ def steps(directory: str | Path) -> list[int]:
 
 
 def save_checkpoint(engine: Engine, directory: str | Path, step: int, extra: dict[str, Any]) -> Path:
-    """Write the state after update `step` below `directory`, replacing an old one of that step; returns the folder."""
+    """Write the state after update `step` below `directory`, replacing an old one of that step; returns the folder.
+
+    A collective: the first rank writes, the others hand over their parts. So a file says nothing of how many they are.
+    """
     if step < 0:
         raise ConfigError(f"step counts updates and cannot be negative, got {step}")
     directory = Path(directory)
     folder = directory / checkpoint_name(step)
-    with whole_directory(folder, overwrite=True) as new:
-        for name, unit in engine.state.trained.items():
-            tensors = {key: buffer.cpu() for key, buffer in _buffers(unit).items()}
-            save_tensors(tensors, new / f"{name}.safetensors")
-        record = {"step": step, **_identity(engine), "extra": extra}
-        write_json(new / STATE, record)
-    replace_text(directory / LATEST, folder.name + "\n")
+    units = list(engine.state.trained)
+    with engine.state.in_turn(units, engine.state.whole_buffers) as whole:
+        if engine.comm.rank:
+            return folder
+        with whole_directory(folder, overwrite=True) as new:
+            for name in units:
+                save_tensors(whole(name), new / f"{name}.safetensors")
+            record = {"step": step, **_identity(engine), "extra": extra}
+            write_json(new / STATE, record)
+        replace_text(directory / LATEST, folder.name + "\n")
     return folder
 
 
@@ -79,31 +79,42 @@ def find_checkpoint(directory: str | Path, step: int | str = LATEST) -> Path:
     raise ConfigError(f"{directory}: no checkpoint of step {step}; there are: {found or 'none'}")
 
 
+def read_record(directory: str | Path, step: int | str = LATEST) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a checkpoint says of itself, and what save_checkpoint was given as `extra`. Raises ConfigError."""
+    file = find_checkpoint(directory, step) / STATE
+    try:
+        record = json.loads(file.read_text(encoding="utf-8"))
+        int(record["step"])
+        return record, record["extra"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{file}: damaged ({error!r}); resume from another step") from None
+
+
 def load_checkpoint(engine: Engine, directory: str | Path, step: int | str = LATEST) -> dict[str, Any]:
     """Read a state back; returns what save_checkpoint was given as `extra`.
 
     Raises ConfigError, before anything is read in, for a missing or damaged checkpoint and for one of another model,
     adapter or precision.
     """
-    folder = find_checkpoint(directory, step)
-    try:
-        record = json.loads((folder / STATE).read_text(encoding="utf-8"))
-        updates, extra = int(record["step"]), record["extra"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{folder / STATE}: damaged ({error!r}); resume from another step") from None
-    for key, value in _identity(engine).items():
-        if record.get(key) != value:
-            raise ConfigError(f"{folder}: a checkpoint of another {key}: {record.get(key)}, this is {value}")
-    files = {name: Checkpoint(folder, f"{name}.safetensors") for name in engine.state.trained}
-    for name, unit in engine.state.trained.items():
-        for key, buffer in _buffers(unit).items():
-            if key not in files[name].names or files[name].shape(key) != tuple(buffer.shape):
-                raise ConfigError(
-                    f"{folder / name}.safetensors: {key} is missing or has another size; resume from another step"
-                )
-    for name, unit in engine.state.trained.items():
-        for key, buffer in _buffers(unit).items():
-            buffer.copy_(files[name].get(key))
-    engine.fold()
-    engine.start_from(updates)
+    state = engine.state
+    with engine.comm.agreed():
+        folder = find_checkpoint(directory, step)
+        record, extra = read_record(directory, step)
+        for key, value in _identity(engine).items():
+            if record.get(key) != value:
+                raise ConfigError(f"{folder}: a checkpoint of another {key}: {record.get(key)}, this is {value}")
+        files = {name: Checkpoint(folder, f"{name}.safetensors") for name in state.trained}
+        for name, unit in state.trained.items():
+            for key in state.buffers(name):
+                if key not in files[name].names or files[name].shape(key) != (unit.layout.size,):
+                    raise ConfigError(
+                        f"{folder / name}.safetensors: {key} is missing or has another size; resume from another step"
+                    )
+    with engine.comm.committed():
+        state.weights.start_writing()
+        for name in state.trained:
+            for key in state.buffers(name):
+                state.load_buffer(name, key, files[name].get(key))
+        engine.parts_written()
+    engine.start_from(int(record["step"]))
     return extra

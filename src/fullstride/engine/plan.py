@@ -8,6 +8,7 @@ no bytes. Two parts come later than the engine and are written down here: the sc
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 
@@ -16,6 +17,7 @@ from fullstride.model.block import ATTENTION_DROPPED_BY
 from fullstride.model.lora import LoraSettings
 from fullstride.model.spec import ModelConfig
 from fullstride.ops.matmul import WORKSPACE_BYTES
+from fullstride.parallel.comm import Communicator
 
 LIBRARIES = "libraries"  # the segment of what is not the arena's
 
@@ -26,6 +28,13 @@ SORTED_TOKEN = 32  # bytes a token while the embedding's backward sorts ids: key
 SMS = 148  # at most on GPUs of today; FlashAttention's deterministic backward splits its work among them
 
 
+class Plan(NamedTuple):
+    """{segment: bytes} on the device, and in pinned host memory, where that is not the device's."""
+
+    device: dict[str, int]
+    pinned: dict[str, int]
+
+
 def predict(
     config: ModelConfig,
     lora: LoraSettings | None,
@@ -33,21 +42,26 @@ def predict(
     device: str = "cuda",
     documents: int = 0,
     shapes: int = 1,
-) -> dict[str, int]:
-    """{segment: bytes} at the peak of training (steps, updates and evaluations) with an engine of these arguments.
+    ranks: int = 1,
+) -> Plan:
+    """Memory of one rank at the peak of training (steps, updates and evaluations) with an engine of these arguments.
 
     The arena's segments are exact, except that the products' workspace on a GPU is counted under `libraries`, which is
     an estimate from above. device: "cuda" or "cpu". documents: places for documents in a packed micro-step (0: every
     row is one). shapes: how many numbers of places the run meets, each of which has CUDA graphs of its own.
+    ranks: that train the same model and share out its state.
 
     Raises MemoryError where the host cannot stage a micro-batch of that size.
     """
     assert settings.trains
     meta = torch.device("meta")
     with meta:  # tables that are computed on the host for the device (the rotary embedding's) cost nothing either
-        engine = Engine(config, lora, settings, meta)
+        engine = Engine(config, lora, settings, meta, Communicator(0, ranks))
         take_scratch(engine)
-    return engine.arena.segments | {LIBRARIES: library_bytes(engine, device, documents, shapes)}
+    held, pinned = engine.arena.segments, engine.arena.pinned
+    if device == "cpu":  # all is in one memory
+        held, pinned = {name: held.get(name, 0) + pinned.get(name, 0) for name in {**held, **pinned}}, {}
+    return Plan(held | {LIBRARIES: library_bytes(engine, device, documents, shapes)}, pinned)
 
 
 def take_scratch(engine: Engine) -> None:
@@ -105,6 +119,6 @@ def reference_bytes(engine: Engine) -> int:
     """What the references' temporaries take on a CPU, where formulas are evaluated operation by operation: so many
     wide copies of AdamW's largest buffer, of a chunk's logits in the loss, or of the feed-forward in SwiGLU."""
     c, s = engine.config, engine.settings
-    largest = max(unit.layout.size for unit in engine.state.trained.values())
+    largest = max(len(unit.param) for unit in engine.state.trained.values())
     logits, ffn = engine.batch.chunk * c.vocab_size, s.rows * s.seq_len * 2 * c.intermediate_size
     return max(4, engine.dtype.itemsize) * max(8 * largest, 4 * logits, 3 * ffn)

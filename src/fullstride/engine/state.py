@@ -1,36 +1,78 @@
-"""Everything that training keeps: weights, adapters, gradients, masters and moments, one flat buffer each a unit."""
+"""Everything that training keeps: weights, adapters, gradients, masters and moments, one flat buffer each a unit.
+
+ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054) shares flat buffers out to the ranks that train on different rows:
+
+    zero   masters, moments   gradients               weights
+    0      whole              whole, all-reduced      whole
+    1      part               whole, reduced to part  whole
+    2      part               part (blocks)           whole
+    3      part               part (blocks)           part, gathered for use
+
+One rank alone owns the whole. From level 2 on, or where blocks' gradients live in host memory, they still add up apart
+from what the backward writes, for which two blocks' buffers are enough.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
+from fullstride.errors import ConfigError
 from fullstride.memory.arena import Arena, FlatLayout
+from fullstride.memory.offload import Offloaded
 from fullstride.model.lora import LoraSettings, adapter_columns, adapter_unit
 from fullstride.model.spec import ModelConfig, TensorSpec, Unit, parameter_table
-from fullstride.parallel.gradients import GradientUnit, UnshardedGradients
-from fullstride.parallel.weights import ReplicatedWeights
+from fullstride.parallel.comm import Communicator
+from fullstride.parallel.gradients import (
+    AllToAllGradients,
+    GradientUnit,
+    ShardedGradients,
+    UnshardedGradients,
+)
+from fullstride.parallel.shards import ShardMap
+from fullstride.parallel.transport import Zeros, make_transport
+from fullstride.parallel.weights import GatheredWeights, ReplicatedWeights, Views, WeightUnit
+
+Brought = TypeVar("Brought")
 
 
 @dataclass(frozen=True)
 class Precision:
-    """dtypes of parameters (and gradients), their masters (None: no separate copy), and the two moments."""
+    """dtypes of parameters, their masters (None: no separate copy), the two moments, and gradients' sums (None: as
+    parameters)."""
 
     param: torch.dtype
     master: torch.dtype | None
     m: torch.dtype
     v: torch.dtype
+    grad: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """What ranks share out (the level `zero`), and how: whether blocks' gradients are exchanged by all-to-all; whether
+    weights are gathered and gradients exchanged by copy engines; whether a rank's gradients live in host memory."""
+
+    zero: int = 1
+    all_to_all: bool = False
+    gather_by_copy: bool = False
+    send_by_copy: bool = False
+    offload: bool = False
 
 
 @dataclass(frozen=True)
 class TrainedUnit:
-    """A trained unit's flat buffers [layout.size]; `index` keys its rounding noise."""
+    """What this rank updates of a trained unit: elements `part` of its flat buffers, each [part]; `index` keys its
+    rounding noise."""
 
     layout: FlatLayout
+    part: slice
     param: torch.Tensor
     master: torch.Tensor | None
-    grad: torch.Tensor
     m: torch.Tensor
     v: torch.Tensor
     index: int
@@ -40,53 +82,226 @@ class State:
     """Allocates and holds a model's tensors; says which are trained.
 
     units: the base model's table and then the adapters'; trained: by unit name (all of the base in full training, the
-    adapters under LoRA).
+    adapters under LoRA). comm: the ranks that hold the same model; owners: those of them that share out the state.
     """
 
     def __init__(
-        self, config: ModelConfig, lora: LoraSettings | None, precision: Precision, arena: Arena, trains: bool = True
+        self,
+        config: ModelConfig,
+        lora: LoraSettings | None,
+        precision: Precision,
+        arena: Arena,
+        rng: torch.Tensor,
+        *,
+        trains: bool = True,
+        sharing: Sharing | None = None,
+        comm: Communicator | None = None,
     ) -> None:
+        """rng: of the micro-step, for the noise of gradients' sums (ops/rounding)."""
+        self._arena, self._precision, self._rng = arena, precision, rng
+        self._sharing, self._comm = sharing or Sharing(), comm or Communicator()
+        self.owners = self._comm if self._sharing.zero >= 1 else Communicator()
         self.base = parameter_table(config)
         layers = range(config.num_hidden_layers)
         self.adapters = () if lora is None else tuple(adapter_unit(config, lora, layer) for layer in layers)
         self.units = self.base + self.adapters
         margins = {} if lora is None else adapter_columns(lora)
-        layouts = {unit.name: _layout(unit, margins) for unit in self.units}
-        flats = {}
-        for unit in self.units:
-            segment = "weights" if unit in self.base else "adapters"
-            flats[unit.name] = arena.zeros(segment, (layouts[unit.name].size,), precision.param)
-        self.views = {name: layouts[name].views(flat) for name, flat in flats.items()}
-        extended = {name: layouts[name].extended_views(flat) for name, flat in flats.items()}
-        self.weights = ReplicatedWeights(
-            {unit: self.views[unit] | {f"{name}.extended": t for name, t in extended[unit].items()} for unit in flats}
-        )
+        self._layouts = {unit.name: _layout(unit, margins) for unit in self.units}
+        self._maps = {name: ShardMap(layout.size, self.owners.size) for name, layout in self._layouts.items()}
+        self.tied = config.tie_word_embeddings
+        self.weights = self._make_weights()
         self.trained: dict[str, TrainedUnit] = {}
         for index, unit in enumerate(self.units if trains else ()):
             if lora is None or unit in self.adapters:
-                layout, param = layouts[unit.name], flats[unit.name]
-                size = (layout.size,)
-                master = None if precision.master is None else arena.zeros("masters", size, precision.master)
-                grad = arena.zeros("gradients", size, precision.param)
-                m, v = arena.zeros("moments", size, precision.m), arena.zeros("moments", size, precision.v)
-                self.trained[unit.name] = TrainedUnit(layout, param, master, grad, m, v, index)
-        untied = not config.tie_word_embeddings
-        self.gradients = UnshardedGradients(
-            {n: GradientUnit(t.grad, t.layout.views(t.grad), t.layout.decayed) for n, t in self.trained.items()},
-            # a tied embedding's gradient is overwritten by the head's backward, which comes first
-            zero_whole=frozenset({"embedding"} if untied else ()),
+                self.trained[unit.name] = self._make_trained(unit.name, index)
+        self.gradients = self._make_gradients()
+
+    # ---- allocation
+
+    def _owned(self, unit: str) -> slice:
+        return self._maps[unit].owned(self.owners.rank)
+
+    def _shared_buffers(
+        self, segment: str, slots: dict[str, str], dtype: torch.dtype, *, part: bool = False, make: Zeros | None = None
+    ) -> Views:
+        """A flat buffer for every unit (whole, or this rank's part), those of one slot (by unit name) in one memory,
+        which `make` makes."""
+        lengths = {unit: self._maps[unit].part if part else self._maps[unit].whole for unit in slots}
+        sizes: dict[str, int] = {}
+        for unit, slot in slots.items():
+            sizes[slot] = max(sizes.get(slot, 0), lengths[unit])
+        buffers = {slot: self._arena.zeros(segment, (size,), dtype, make) for slot, size in sizes.items()}
+        return {unit: buffers[slot][: lengths[unit]] for unit, slot in slots.items()}
+
+    def _make_weights(self) -> ReplicatedWeights:
+        gathered = self._sharing.zero >= 3 and self.owners.size > 1
+        names = [unit.name for unit in self.units]
+        segments = {unit.name: "weights" if unit in self.base else "adapters" for unit in self.units}
+        sizes = {name: self._maps[name].part if gathered else self._maps[name].whole for name in names}
+        transport, dtype = make_transport(self.owners, self._sharing.gather_by_copy), self._precision.param
+        held = {name: self._arena.zeros(segments[name], (sizes[name],), dtype, transport.zeros) for name in names}
+        # an untied embedding is done with before the head is wanted
+        slots = {name: _turn(name) or ("ends" if not self.tied else name) for name in names}
+        flats = self._shared_buffers("gathered", slots, self._precision.param) if gathered else held
+        units = {}
+        for name, flat in flats.items():
+            layout = self._layouts[name]
+            extended = {f"{tensor}.extended": view for tensor, view in layout.extended_views(flat).items()}
+            part = held[name] if gathered else flat[self._owned(name)]
+            units[name] = WeightUnit(flat, layout.views(flat) | extended, part)
+        self.views = {name: self._layouts[name].views(flat) for name, flat in flats.items()}
+        return (GatheredWeights if gathered else ReplicatedWeights)(units, self.owners, transport)
+
+    def _make_trained(self, name: str, index: int) -> TrainedUnit:
+        precision, zeros, part = self._precision, self._arena.zeros, self._owned(name)
+        size = (self._maps[name].part,)
+        master = None if precision.master is None else zeros("masters", size, precision.master)
+        m, v = zeros("moments", size, precision.m), zeros("moments", size, precision.v)
+        return TrainedUnit(self._layouts[name], part, self.weights.shard(name), master, m, v, index)
+
+    def _make_gradients(self) -> UnshardedGradients:
+        """Sums in another dtype than the products' have to be apart from what the backward writes, so then every unit
+        has them; else blocks, from zero 2 on."""
+        dtype, param = self._precision.grad or self._precision.param, self._precision.param
+        apart, offload = dtype != param, self._sharing.offload
+        assert self._sharing.zero >= 2 or self._comm.size == 1 or not (apart or offload)
+        sharded = apart or offload or self._sharing.zero >= 2
+        slots = {name: (_turn(name) if sharded else "") or name for name in self.trained}
+        flats = self._shared_buffers("gradients", slots, param)
+        units = {name: GradientUnit(flat, *self._gradient(name, flat)) for name, flat in flats.items()}
+        if not sharded:
+            return UnshardedGradients(units, self._comm)
+        blocks = frozenset(name for name in self.trained if _turn(name))
+        summed = [name for name in self.trained if apart or name in blocks]
+        given = units, self._comm, self._make_sums(summed, dtype), blocks, self._rng
+        indices = {name: unit.index for name, unit in self.trained.items()}
+        if not self._sharing.all_to_all or self._comm.size == 1:  # alone there is nobody to exchange with
+            return ShardedGradients(*given, indices)
+        transport = make_transport(self._comm, self._sharing.send_by_copy)
+        received_slots = {name: slots[name] for name in summed}
+        received = self._shared_buffers("gradients", received_slots, param, make=transport.zeros)
+        return AllToAllGradients(*given, indices, received, transport)
+
+    def _make_sums(self, units: list[str], dtype: torch.dtype) -> Offloaded:
+        """What does not take turns stays on the device: the buffer to bring it to would be as large as itself."""
+        away = [name for name in units if self._sharing.offload and _turn(name)]
+        slots = {name: _turn(name) if name in away else name for name in units}
+        buffers = self._shared_buffers("gradients", slots, dtype, part=True)
+        return Offloaded(
+            buffers, {name: self._arena.host("gradients", (self._maps[name].part,), dtype) for name in away}
         )
 
+    def _gradient(self, name: str, flat: torch.Tensor) -> tuple[Views, slice, slice]:
+        """(views, what is added into from the start, this rank's part) of a unit's gradient."""
+        layout = self._layouts[name]
+        # the gradient of a tied embedding is overwritten by the head's backward, which comes first
+        matrices_too = name == "embedding" and not self.tied
+        return layout.views(flat), slice(0 if matrices_too else layout.decayed, layout.size), self._owned(name)
+
+    # ---- what is in them, whole
+
     def tensor(self, unit: Unit, spec: TensorSpec) -> torch.Tensor:
-        """One parameter."""
+        """One parameter, where weights are whole on every rank, or while the unit is open."""
         return self.views[unit.name][spec.name]
 
-    def values(self, unit: Unit) -> dict[str, torch.Tensor]:
-        """The tensors of `unit` in the most digits that there are: the masters', where it has them."""
+    @contextmanager
+    def open(self, unit: Unit) -> Iterator[Views]:
+        """The parameters of `unit`, whole, to read and to write: what is written must be the same on every rank.
+
+        A collective: all ranks open the same units in the same order.
+        """
+        self.weights.gather(unit.name)
+        self.weights.get(unit.name)
+        try:
+            yield self.views[unit.name]
+            self.weights.keep(unit.name)
+        finally:
+            self.weights.release(unit.name)
+
+    @contextmanager
+    def open_values(self, unit: Unit) -> Iterator[Views]:
+        """As `open`, in the most digits that there are: the masters', where `unit` has them."""
         trained = self.trained.get(unit.name)
         if trained is None or trained.master is None:
-            return self.views[unit.name]
-        return trained.layout.views(trained.master)
+            with self.open(unit) as views:
+                yield views
+            return
+        whole = trained.master
+        if self.owners.size > 1:
+            whole = whole.new_empty(self._maps[unit.name].whole)
+            self.owners.all_gather(trained.master, whole).wait()
+        yield trained.layout.views(whole)
+        trained.master.copy_(whole[trained.part])
+
+    def values(self, unit: Unit) -> Views:
+        """Copies on the CPU of what `open_values` gives. A collective."""
+        with self.open_values(unit) as views:
+            return {name: view.cpu().clone(memory_format=torch.contiguous_format) for name, view in views.items()}
+
+    def values_dtype(self, unit: Unit) -> torch.dtype:
+        """The dtype that `open_values` gives."""
+        precision = self._precision
+        return precision.master if precision.master and unit.name in self.trained else precision.param
+
+    def buffers(self, unit: str) -> dict[str, torch.Tensor]:
+        """What this rank keeps of a trained unit, by name: its parts of parameters, masters (if any) and moments."""
+        u = self.trained[unit]
+        named = {"param": u.param, "master": u.master, "m": u.m, "v": u.v}
+        return {name: buffer for name, buffer in named.items() if buffer is not None}
+
+    def whole_buffers(self, unit: str) -> dict[str, torch.Tensor]:
+        """The same of all ranks, in copies on the CPU: flat, without padding, so the same for any number of ranks. A
+        collective."""
+        found, sizes = {}, self._maps[unit]
+        for name, part in self.buffers(unit).items():
+            whole = part
+            if self.owners.size > 1:
+                whole = part.new_empty(sizes.whole)
+                self.owners.all_gather(part, whole).wait()
+            found[name] = whole[: sizes.size].cpu()
+        return found
+
+    def load_buffer(self, unit: str, name: str, whole: torch.Tensor) -> None:
+        """Take this rank's part of what `whole_buffers` gave: after `weights.start_writing()`."""
+        part, buffer = self.trained[unit].part, self.buffers(unit)[name]
+        own = whole[part]
+        buffer[: len(own)] = own  # the rest is padding
+        buffer[len(own) :] = 0
+
+    @contextmanager
+    def in_turn(self, units: Sequence[str], bring: Callable[[str], Brought]) -> Iterator[Callable[[str], Brought]]:
+        """For the first rank, which writes files: calls of `bring`, a collective, for `units` in their order.
+
+        The other ranks ask for nothing, and take part at the end. The first one's rest is brought there too, also when
+        files cannot be written, so that nobody waits in vain.
+        """
+        left, brought = list(units), {}
+
+        def get(unit: str) -> Brought:
+            self._comm.check()  # a model is many seconds of writing
+            if unit not in brought:
+                assert unit == left.pop(0), "files are written in the order of units"
+                brought.clear()
+                brought[unit] = bring(unit)
+            return brought[unit]
+
+        try:
+            yield get
+        except (ConfigError, OSError):
+            for unit in list(left):
+                get(unit)
+            raise
+        for unit in list(left):
+            get(unit)
+
+    def gradient(self, unit: Unit) -> Views:
+        """What this rank holds of the gradient of the loss sum, on the CPU, for debugging: its own rows' sum, or once
+        that is reduced all ranks' sum in this rank's part; zeros elsewhere and for a frozen unit."""
+        whole = torch.zeros(self._maps[unit.name].whole, dtype=self._precision.grad or self._precision.param)
+        if unit.name in self.trained:
+            part, values = self.gradients.held(unit.name)
+            whole[part] = values.cpu().to(whole.dtype)
+        return self._layouts[unit.name].views(whole)
 
     def params_written(self, units: tuple[Unit, ...]) -> None:
         """The parameters of `units` were written from outside: bring their masters, if any, up to date."""
@@ -96,10 +311,26 @@ class State:
                 unit.master.copy_(unit.param)
 
     def values_written(self) -> None:
-        """`values` were written from outside: bring the parameters up to date."""
+        """The most digits were written from outside: bring the parameters up to date."""
+        self.weights.start_writing()
         for unit in self.trained.values():
             if unit.master is not None:
                 unit.param.copy_(unit.master)
+        self.parts_written()
+
+    def parts_written(self) -> None:
+        """This rank's parts of the trained parameters were written, after `weights.start_writing()`: spread them, as
+        far as they are held whole."""
+        for name in self.trained:
+            self.weights.written(name)
+        self.weights.settle()
+
+
+def _turn(unit: str) -> str:
+    """Blocks of even and of odd number take turns in two buffers, their adapters too; "" for what is not a block."""
+    kind, _, rest = unit.partition(".")
+    number, _, adapter = rest.partition(".")
+    return f"{adapter or 'block'} {int(number) % 2}" if kind == "blocks" else ""
 
 
 def _layout(unit: Unit, margins: dict[str, int]) -> FlatLayout:

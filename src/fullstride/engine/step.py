@@ -10,14 +10,14 @@ documents, seeds, z-loss) lives in device tensors, so that it can be captured as
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from fullstride.engine.batch import FIRST_POSITIONS, DeviceBatch, HostBatch
 from fullstride.engine.graphs import Graphs
 from fullstride.engine.optimizer import Optimizer
-from fullstride.engine.state import Precision, State
+from fullstride.engine.state import Precision, Sharing, State
 from fullstride.memory.arena import Arena, Scratch
 from fullstride.memory.saved import Saved, SavedTensor, allocate_saved
 from fullstride.model.block import (
@@ -40,15 +40,18 @@ from fullstride.ops.cross_entropy import IGNORED
 from fullstride.ops.embedding import embedding_bwd, embedding_fwd
 from fullstride.ops.matmul import WORKSPACE_BYTES, Matmul, fastest_matmul, matmul
 from fullstride.ops.rope import Rope, rope_frequencies, rope_tables
+from fullstride.parallel.comm import Communicator
 
 GetUnit = Callable[[str], dict[str, torch.Tensor]]  # the tensors of a unit, or their gradients, by name
 
-LOSS, LOSS_1K, LSE_SUM, LSE_MAX = range(4)  # elements of the statistics tensor
+# elements of the statistics tensor: sums over micro-steps and ranks, and a maximum
+LOSS, LOSS_1K, LSE_SUM, TOKENS, TOKENS_1K, LSE_MAX = range(6)
 
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """Sizes and switches of one engine. rows x seq_len tokens a micro-step; head_chunks pieces of the LM head."""
+    """Sizes and switches of one engine. rows x seq_len tokens a micro-step and rank; head_chunks pieces of the LM head;
+    at most grad_accum micro-steps an update."""
 
     rows: int
     seq_len: int
@@ -59,24 +62,33 @@ class EngineSettings:
     seed: int = 42
     graphs: bool = True  # on a GPU: micro-steps and updates as CUDA graphs
     flash4: bool = False  # on a GPU: FlashAttention-4 where it is faster
+    grad_accum: int = 1
+    sharing: Sharing = field(default_factory=Sharing)  # of state and gradients among ranks
     trains: bool = True  # False: no gradients, moments or saved activations, for generation
 
 
 class Engine:
-    """One device's model, and the step over it."""
+    """One device's model, and the step over it; `comm` connects the ranks that train the same model on other rows."""
 
     def __init__(
-        self, config: ModelConfig, lora: LoraSettings | None, settings: EngineSettings, device: torch.device
+        self,
+        config: ModelConfig,
+        lora: LoraSettings | None,
+        settings: EngineSettings,
+        device: torch.device,
+        comm: Communicator | None = None,
     ) -> None:
         self.config, self.lora, self.settings, self.device = config, lora, settings, device
+        self.comm = comm or Communicator()
         self.arena = Arena(device)
         self.scratch = Scratch(self.arena, grows=False)
         dtype = settings.precision.param
         self.dtype, stats = dtype, torch.float64 if dtype == torch.float64 else torch.float32
-        self.state = State(config, lora, settings.precision, self.arena, settings.trains)
-        self.optimizer = Optimizer(self.state.trained, self.state.gradients.shard, self.arena)
         attention = {"deterministic": settings.deterministic, "flash4": settings.flash4}
         self.batch = DeviceBatch(self.arena, settings.rows, settings.seq_len, settings.head_chunks, stats, **attention)
+        shared = {"trains": settings.trains, "sharing": settings.sharing, "comm": self.comm}
+        self.state = State(config, lora, settings.precision, self.arena, self.batch.rng, **shared)
+        self.optimizer = Optimizer(self.state, self.arena)
         num_tokens = settings.rows * settings.seq_len
         self.adapted = {} if lora is None else adapter_columns(lora)
         self.saved_table = tuple(SavedTensor(*row) for row in saved_table(config, self.adapted))
@@ -88,12 +100,12 @@ class Engine:
         self.rope = make_rope(config, settings.seq_len, self.arena, stats)
         self.matmul = make_matmul(settings, self.arena)
         self.graphs = Graphs(settings.graphs and device.type == "cuda")
-        self._stats = self.arena.zeros("batch", (4,), torch.float64)
+        self._stats = self.arena.zeros("batch", (LSE_MAX + 1,), torch.float64)
         self.updates = 0  # updates done, which with the micro-step's number keys the noise
         self._reset()
 
     def _reset(self) -> None:
-        self.micro_steps = self._tokens = self._tokens_1k = 0
+        self.micro_steps = 0
         self._stats.zero_()
         self._stats[LSE_MAX].fill_(float("-inf"))
 
@@ -101,7 +113,10 @@ class Engine:
 
     def block(self, layer: int) -> BlockWeights:
         """The weights of one block, with its adapters."""
-        return self._assemble(layer, self.state.weights.get)
+        w = self._assemble(layer, self.state.weights.get)
+        if not self.state.weights.resident:  # what was gathered comes without the adapters' copies
+            fold_block(w)
+        return w
 
     def _assemble(self, layer: int, get: GetUnit) -> BlockWeights:
         adapters = {}
@@ -121,10 +136,10 @@ class Engine:
     # ---- forward and backward of one micro-step
 
     def _context(self, training: bool) -> BlockContext:
-        documents = self.batch.documents
+        documents, first_row = self.batch.documents, self.comm.rank * self.settings.rows * self.settings.seq_len
         return BlockContext(
             self.config,
-            LinearContext(self.matmul, self.scratch, self.batch.rng, training),
+            LinearContext(self.matmul, self.scratch, self.batch.rng, training, first_row),
             self.rope,
             self.batch.positions,
             documents,
@@ -132,26 +147,46 @@ class Engine:
         )
 
     def _forward(self, ctx: BlockContext, saved: list[Saved]) -> tuple[torch.Tensor, torch.Tensor]:
-        x = saved[0]["x"]
-        embedding_fwd(self.state.weights.get("embedding")["embedding"], self.batch.ids, x)
-        residual, branch = x, None
+        weights = self.state.weights
+        residual, branch = saved[0]["x"], None
+        weights.gather("embedding")
+        embedding_fwd(weights.get("embedding")["embedding"], self.batch.ids, residual)
+        weights.release("embedding")
         drops_attention = not ctx.linear.training or self.settings.recompute & ATTENTION_DROPPED_BY
         for layer in self._gathered(range(len(saved))):
             residual, branch = block_fwd(self.block(layer), saved[layer], ctx, residual, branch)
             if drops_attention:
                 saved[layer].attention = ()
         assert branch is not None
+        for unit in self._head_units:
+            weights.gather(unit)
         return residual, branch
 
     def _gathered(self, layers: range) -> Iterator[int]:
         """`layers` in order; each block's weights are gathered one block ahead and released after their use."""
-        weights = self.state.weights
-        weights.gather(f"blocks.{layers[0]}")
-        for place, layer in enumerate(layers):
-            if place + 1 < len(layers):
-                weights.gather(f"blocks.{layers[place + 1]}")
+        weights, ahead = self.state.weights, [*layers[1:], None]
+        for unit in self._units(layers[0]):
+            weights.gather(unit)
+        for layer, following in zip(layers, ahead, strict=True):
+            for unit in () if following is None else self._units(following):
+                weights.gather(unit)
             yield layer
-            weights.release(f"blocks.{layer}")
+            for unit in self._units(layer):
+                weights.release(unit)
+
+    def _units(self, layer: int) -> tuple[str, ...]:
+        """What makes up one block."""
+        block = f"blocks.{layer}"
+        return (block,) if self.lora is None else (block, f"{block}.adapter")
+
+    @property
+    def _head_units(self) -> tuple[str, ...]:
+        """What the head reads: gathered by the forward, released by whoever is done with the head."""
+        return ("head", "embedding") if self.config.tie_word_embeddings else ("head",)
+
+    def _release_head(self) -> None:
+        for unit in self._head_units:
+            self.state.weights.release(unit)
 
     def micro_step(self, host: HostBatch, z_loss: float) -> None:
         """Forward and backward of one micro-batch; gradients add up until `update`.
@@ -159,26 +194,24 @@ class Engine:
         The host's part is one copy into the static buffers; the rest runs in pieces that graphs replay. What they
         depend on besides the buffers is in their keys.
         """
+        assert self.comm.size == 1 or self.micro_steps < self.settings.grad_accum, "the last one was reduced"
         self.batch.load(host, (self.settings.seed, self.updates + 1, self.micro_steps), z_loss)
         gradients, run = self.state.gradients, self.graphs.run
-        first = self.micro_steps == 0
-        if first and gradients.added_into:
-            run("zero", gradients.zero)
-        gradients.start_micro_step(first)
+        gradients.start_micro_step(self.micro_steps == 0, self.micro_steps + 1 == self.settings.grad_accum)
+        if gradients.added_into():
+            run(("zero", gradients.variant), gradients.zero)
         shape = self.batch.documents.packed, len(self.batch.documents.boundaries)
         attention = run(("forward", shape), self._forward_piece)
         for s, kept in zip(self.saved, attention, strict=True):
             s.attention = kept
-        if first and not self.batch.head.num_chunks and self.lora is None:
-            run("zero head", self._zero_head)  # no chunk overwrites what the last update left
+        accumulates = gradients.accumulates("head")
+        if not accumulates and not self.batch.head.num_chunks and self.lora is None:
+            run("zero head", self._zero_head)  # no chunk overwrites what an earlier micro-step left
         for i in range(self.batch.head.num_chunks):
-            accumulate = gradients.accumulate or i > 0
+            accumulate = accumulates or i > 0
             run(("head", i, accumulate), lambda i=i, accumulate=accumulate: self._head_piece(i, accumulate))
-        run(("backward", shape, gradients.accumulate), self._backward_piece)
-        gradients.end_micro_step()
+        run(("backward", shape, gradients.variant), self._backward_piece)
         self.micro_steps += 1
-        self._tokens += host.tokens
-        self._tokens_1k += host.tokens_1k
 
     def _forward_piece(self) -> list[tuple[torch.Tensor, ...]]:
         """Embedding, blocks and final norm; returns what attention keeps, a layer each."""
@@ -206,63 +239,71 @@ class Engine:
         dy = self.scratch("dy", shape, self.dtype, self.adapted.get("down", 0))
         self._add_statistics()
         head_end(self.head(), self._head(gradients.full), self._head_context(), dy[:, : shape[1]])
+        self._release_head()
         gradients.notify("head")
         for layer in self._gathered(range(self.config.num_hidden_layers)[::-1]):
-            w, g, s = self.block(layer), self._assemble(layer, gradients.full), self.saved[layer]
+            w, g, s = self.block(layer), self._assemble(layer, gradients.take), self.saved[layer]
             until = self.lora.lowest if self.lora is not None and layer == 0 else None
             block_recompute(w, s, ctx, self.settings.recompute)
             block_dgrad(w, g, s, ctx, dy, until)
-            block_wgrad(w, g, s, ctx, dy, gradients.accumulate, until)
+            block_wgrad(w, g, s, ctx, dy, gradients.accumulates(self._units(layer)[-1]), until)
             s.attention = ()
-            gradients.notify(f"blocks.{layer}")
+            for unit in self._units(layer):
+                gradients.notify(unit)
             dy = s.extended("x")
         if self.lora is None:
             embedding_bwd(dy, self.batch.ids, gradients.full("embedding")["embedding"])
             gradients.notify("embedding")
+        gradients.end_micro_step()
 
     def _add_statistics(self) -> None:
         head, stats = self.batch.head, self._stats
+        stats[:LSE_MAX] += self._sums()
         supervised = head.targets_M != IGNORED
-        stats[LOSS] += head.loss_M.sum(dtype=torch.float64)
-        stats[LOSS_1K] += self._loss_1k()
-        stats[LSE_SUM] += head.lse_M.sum(dtype=torch.float64)
         stats[LSE_MAX] = torch.maximum(stats[LSE_MAX], torch.where(supervised, head.lse_M, float("-inf")).max())
 
-    def _loss_1k(self) -> torch.Tensor:
-        """Loss sum over the first 1024 positions, float64 scalar."""
+    def _sums(self) -> torch.Tensor:
+        """What the micro-step adds to the statistics, float64 [LSE_MAX]."""
         head = self.batch.head
-        early = head.index_M % self.settings.seq_len < FIRST_POSITIONS
-        return torch.where(early, head.loss_M, 0).sum(dtype=torch.float64)
+        supervised = head.targets_M != IGNORED
+        early = supervised & (head.index_M % self.settings.seq_len < FIRST_POSITIONS)
+        loss_1k = torch.where(early, head.loss_M, 0)
+        values = (head.loss_M, loss_1k, head.lse_M, supervised, early)
+        return torch.stack([value.sum(dtype=torch.float64) for value in values])
 
     # ---- update and evaluation, which wait for the device
 
     def update(self, *, step: int, grad_clip: float, **hyper: float) -> dict[str, float]:
-        """Divide by the supervised tokens, clip by the global norm, AdamW. Statistics of the update's micro-steps."""
-        self.optimizer.load((self.settings.seed, step, 0), self._tokens, grad_clip, step=step, **hyper)
-        self.graphs.run("update", self._update_piece)
-        loss, loss_1k, lse_sum, lse_max = self._stats.tolist()
+        """Divide by the supervised tokens, clip by the global norm, AdamW. Statistics of the update's micro-steps, all
+        ranks'; there must have been a supervised token on one of them."""
+        self.optimizer.load((self.settings.seed, step, 0), grad_clip, step=step, **hyper)
+        self.graphs.run(("update", self.state.gradients.reduced), self._update_piece)
+        loss, loss_1k, lse_sum, tokens, tokens_1k, lse_max = self._stats.tolist()
         result = {
-            "loss": loss / self._tokens,
-            "loss_1k": loss_1k / max(self._tokens_1k, 1),
+            "loss": loss / tokens,
+            "loss_1k": loss_1k / max(tokens_1k, 1),
             "grad_norm": self.optimizer.grad_norm.item(),
             "lse_max": lse_max,
-            "lse_mean": lse_sum / self._tokens,
-            "tokens": self._tokens,
+            "lse_mean": lse_sum / tokens,
+            "tokens": int(tokens),
         }
         self.updates = step
         self._reset()
         return result
 
     def _update_piece(self) -> None:
-        self.optimizer.step()
+        self.state.gradients.finish()
+        sums, most = self._stats[:LSE_MAX], self._stats[LSE_MAX:]
+        for work in (self.comm.all_reduce(sums), self.comm.all_reduce(most, maximum=True)):
+            work.wait()
+        self.optimizer.step(self._stats[TOKENS])
         self.fold()
 
     def fold(self) -> None:
-        """The adapters have changed: bring the copies beside their base weights up to date."""
-        for layer in range(self.config.num_hidden_layers if self.lora is not None else 0):
-            w = self.block(layer)
-            for linear in (w.qkv, w.o, w.gate_up, w.down):
-                fold(linear)
+        """The adapters have changed: bring the copies beside their base weights up to date, where those stay here."""
+        resident = self.lora is not None and self.state.weights.resident
+        for layer in range(self.config.num_hidden_layers if resident else 0):
+            fold_block(self.block(layer))
 
     def params_written(self, units: tuple[Unit, ...]) -> None:
         """The parameters of `units` were written from outside: bring what depends on them up to date."""
@@ -270,8 +311,13 @@ class Engine:
         self.fold()
 
     def values_written(self) -> None:
-        """The state's `values` were written from outside: bring what depends on them up to date."""
+        """The trained units were written from outside in the most digits: bring what depends on those up to date."""
         self.state.values_written()
+        self.fold()
+
+    def parts_written(self) -> None:
+        """This rank's parts of the trained units were written from outside: bring what depends on them up to date."""
+        self.state.parts_written()
         self.fold()
 
     def start_from(self, updates: int) -> None:
@@ -279,13 +325,9 @@ class Engine:
         self.updates = updates
         self._reset()
 
-    @property
-    def tokens(self) -> int:
-        """Supervised tokens since the last update."""
-        return self._tokens
-
     def validate(self, host: HostBatch) -> dict[str, float]:
-        """Forward only, dropout off: {"loss", "loss_1k", "tokens"}. Gradients and statistics stay untouched."""
+        """Forward only, dropout off: {"loss", "loss_1k", "tokens"} over all ranks. Gradients and statistics stay
+        untouched."""
         self.batch.load(host, (self.settings.seed, 0, 0), 0.0)
         ctx, head_ctx = self._context(training=False), self._head_context()
         # nothing is kept, so all layers may write one layer's buffers
@@ -294,12 +336,17 @@ class Engine:
         head_begin(self.head(), head_ctx, residual, branch, self.batch.head)
         for i in range(self.batch.head.num_chunks):
             head_chunk(self.head(), None, head_ctx, s["x"], self.batch.head, i, accumulate=False)
-        loss, loss_1k = torch.stack([self.batch.head.loss_M.sum(dtype=torch.float64), self._loss_1k()]).tolist()
-        return {
-            "loss": loss / max(host.tokens, 1),
-            "loss_1k": loss_1k / max(host.tokens_1k, 1),
-            "tokens": host.tokens,
-        }
+        self._release_head()
+        sums = self._sums()
+        self.comm.all_reduce(sums).wait()
+        loss, loss_1k, _, tokens, tokens_1k = sums.tolist()
+        return {"loss": loss / max(tokens, 1), "loss_1k": loss_1k / max(tokens_1k, 1), "tokens": int(tokens)}
+
+
+def fold_block(w: BlockWeights) -> None:
+    """The copies of a block's adapters beside their base weights: see model/linear.fold."""
+    for linear in (w.qkv, w.o, w.gate_up, w.down):
+        fold(linear)
 
 
 def make_matmul(settings: EngineSettings, arena: Arena) -> Matmul:

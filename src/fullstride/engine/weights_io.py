@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ from fullstride.model.hf import (
     write_model,
 )
 from fullstride.model.lora import peft_config, read_peft_config
-from fullstride.model.spec import ModelConfig
+from fullstride.model.spec import ModelConfig, Part
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
@@ -32,17 +33,21 @@ def import_weights(engine: Engine, path: str | Path) -> None:
 
     Raises ConfigError, before any weight is read, when configuration or tensors do not fit the engine's.
     """
-    found = ModelConfig.from_pretrained(path)
-    differences = _differences(found, engine.config)
-    if differences:
-        raise ConfigError(f"{path}: another model than the trainer's: {differences}")
-    checkpoint, state = Checkpoint(path), engine.state
-    check_tensors(checkpoint, state.base, engine.config.tie_word_embeddings)
-    for unit in state.base:
-        for spec in unit.tensors:
-            for part, tensor in read_parts(checkpoint, spec):
-                state.tensor(unit, spec)[part.start : part.stop].copy_(tensor)
-    engine.params_written(state.base)
+    state = engine.state
+    with engine.comm.agreed():
+        found = ModelConfig.from_pretrained(path)
+        differences = _differences(found, engine.config)
+        if differences:
+            raise ConfigError(f"{path}: another model than the trainer's: {differences}")
+        checkpoint = Checkpoint(path)
+        check_tensors(checkpoint, state.base, engine.config.tie_word_embeddings)
+    with engine.comm.committed():
+        for unit in state.base:
+            with state.open(unit) as views:
+                for spec in unit.tensors:
+                    for part, tensor in read_parts(checkpoint, spec):
+                        views[spec.name][part.start : part.stop].copy_(tensor)
+        engine.params_written(state.base)
 
 
 def _differences(a: ModelConfig, b: ModelConfig) -> str:
@@ -55,16 +60,27 @@ def export_model(
     engine: Engine, directory: str | Path, dtype: torch.dtype, source: Path | None, overwrite: bool
 ) -> None:
     """Write a Hugging Face directory as `dtype`, from the masters where there are any; tokenizer and generation
-    settings come from `source`, if given."""
-    state = engine.state
-    tensors = (
-        (part.hf_name, tuple(rows.shape), rows.dtype, rows.cpu)
-        for unit in state.base
-        for spec in unit.tensors
-        for part in spec.parts
-        for rows in (state.values(unit)[spec.name][part.start : part.stop],)
-    )
-    write_model(directory, engine.config, tensors, dtype=dtype, tokenizer_from=source, overwrite=overwrite)
+    settings come from `source`, if given. A collective: the first rank writes, the others hand over their parts."""
+    state, units = engine.state, {unit.name: unit for unit in engine.state.base}
+    with state.in_turn(list(units), lambda name: state.values(units[name])) as values:
+        if engine.comm.rank:
+            return
+
+        def rows(unit: str, name: str, part: Part) -> torch.Tensor:
+            return values(unit)[name][part.start : part.stop]
+
+        tensors = (
+            (
+                part.hf_name,
+                (part.stop - part.start, *spec.shape[1:]),
+                state.values_dtype(unit),
+                partial(rows, unit.name, spec.name, part),
+            )
+            for unit in state.base
+            for spec in unit.tensors
+            for part in spec.parts
+        )
+        write_model(directory, engine.config, tensors, dtype=dtype, tokenizer_from=source, overwrite=overwrite)
 
 
 def init_weights(engine: Engine, seed: int) -> None:
@@ -72,35 +88,37 @@ def init_weights(engine: Engine, seed: int) -> None:
     (seed, its place in the table), so the values do not depend on what else is drawn."""
     state = engine.state
     for i, unit in enumerate(state.base):
-        for j, spec in enumerate(unit.tensors):
-            tensor = state.tensor(unit, spec)
-            if spec.decay:
-                generator = _generator(engine.device, seed, i, j)
-                # the same numbers for any strides
-                values = (
-                    tensor
-                    if tensor.is_contiguous()
-                    else torch.empty_like(tensor, memory_format=torch.contiguous_format)
-                )
-                values.normal_(0.0, engine.config.initializer_range, generator=generator)
-                if values is not tensor:
-                    tensor.copy_(values)
-            else:
-                tensor.fill_(0.0 if spec.name.endswith("bias") else 1.0)
+        with state.open(unit) as views:
+            for j, spec in enumerate(unit.tensors):
+                if spec.decay:
+                    generator = _generator(engine.device, seed, i, j)
+                    _normal(views[spec.name], engine.config.initializer_range, generator)
+                else:
+                    views[spec.name].fill_(0.0 if spec.name.endswith("bias") else 1.0)
     engine.params_written(state.base)
+
+
+def _normal(out: torch.Tensor, deviation: float, generator: torch.Generator) -> None:
+    """Overwrites `out` with the same numbers for any strides."""
+    if out.is_contiguous():
+        out.normal_(0.0, deviation, generator=generator)
+        return
+    packed = torch.empty_like(out, memory_format=torch.contiguous_format)
+    out.copy_(packed.normal_(0.0, deviation, generator=generator))
 
 
 def init_adapters(engine: Engine, seed: int) -> None:
     """A uniform in +-1/sqrt(inputs) (PEFT's kaiming_uniform with a = sqrt(5)), B zero: the model starts unchanged."""
     state = engine.state
     for i, unit in enumerate(state.adapters):
-        for j, spec in enumerate(unit.tensors):
-            tensor = state.tensor(unit, spec)
-            if spec.name.endswith(".a"):
-                bound = 1 / math.sqrt(spec.shape[1])
-                tensor.uniform_(-bound, bound, generator=_generator(engine.device, seed, len(state.base) + i, j))
-            else:
-                tensor.zero_()
+        with state.open(unit) as views:
+            for j, spec in enumerate(unit.tensors):
+                if spec.name.endswith(".a"):
+                    bound = 1 / math.sqrt(spec.shape[1])
+                    generator = _generator(engine.device, seed, len(state.base) + i, j)
+                    views[spec.name].uniform_(-bound, bound, generator=generator)
+                else:
+                    views[spec.name].zero_()
     engine.params_written(state.adapters)
 
 
@@ -110,22 +128,28 @@ def _generator(device: torch.device, seed: int, unit: int, tensor: int) -> torch
 
 
 def _adapter_tensors(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
-    """(PEFT name, rows of our tensor), from the masters where there are any, since they know more digits."""
+    """(PEFT name, rows of our tensor, to read or write until the next), from the masters where there are any: they know
+    more digits. A collective."""
     for unit in engine.state.adapters:
-        views = engine.state.values(unit)
-        for spec in unit.tensors:
-            for part in spec.parts:
-                yield part.hf_name, views[spec.name][part.start : part.stop]
+        with engine.state.open_values(unit) as views:
+            for spec in unit.tensors:
+                for part in spec.parts:
+                    yield part.hf_name, views[spec.name][part.start : part.stop]
 
 
 def export_adapter(engine: Engine, directory: str | Path, source: Path | None, overwrite: bool) -> None:
     """Write the adapters as a PEFT directory (adapter_config.json, adapter_model.safetensors), whole or not at all.
 
-    `source` is the base model's directory, if it came from one: it is named, and its tokenizer is copied.
+    `source` is the base model's directory, if it came from one: it is named, and its tokenizer is copied. A collective:
+    the first rank writes.
     """
     if engine.lora is None:
         raise ConfigError("there is no adapter to export: the trainer has method = full; use export_model")
-    tensors = {name: tensor.cpu().contiguous() for name, tensor in _adapter_tensors(engine)}
+    tensors = {
+        name: tensor.cpu().clone(memory_format=torch.contiguous_format) for name, tensor in _adapter_tensors(engine)
+    }
+    if engine.comm.rank:
+        return
     with whole_directory(Path(directory), overwrite) as new:
         save_tensors(tensors, new / ADAPTER_WEIGHTS, {"format": "pt"})
         write_json(new / "adapter_config.json", peft_config(engine.lora, None if source is None else str(source)))
@@ -134,17 +158,19 @@ def export_adapter(engine: Engine, directory: str | Path, source: Path | None, o
 
 def import_adapter(engine: Engine, directory: str | Path) -> None:
     """Copy a PEFT directory's adapters in. Raises ConfigError when its settings or tensors are not the trainer's."""
-    found = read_peft_config(directory)
-    if engine.lora is None:
-        raise ConfigError(f"{directory} is an adapter, but the trainer has method = full; set method = lora")
-    # dropout belongs to training, not to the adapter: it may differ
-    names = [n for n in ("rank", "alpha", "targets", "rslora") if getattr(found, n) != getattr(engine.lora, n)]
-    if names:
-        told = ", ".join(f"{n} {getattr(found, n)} instead of {getattr(engine.lora, n)}" for n in names)
-        raise ConfigError(f"{directory}: another adapter than the trainer's: {told}")
-    checkpoint = Checkpoint(directory, ADAPTER_WEIGHTS)
-    shapes = {name: checkpoint.shape(name) for name in checkpoint.names}
-    compare_tensors(shapes, engine.state.adapters, str(directory))
-    for name, rows in _adapter_tensors(engine):
-        rows.copy_(checkpoint.get(name))
-    engine.values_written()
+    with engine.comm.agreed():
+        found = read_peft_config(directory)
+        if engine.lora is None:
+            raise ConfigError(f"{directory} is an adapter, but the trainer has method = full; set method = lora")
+        # dropout belongs to training, not to the adapter: it may differ
+        names = [n for n in ("rank", "alpha", "targets", "rslora") if getattr(found, n) != getattr(engine.lora, n)]
+        if names:
+            told = ", ".join(f"{n} {getattr(found, n)} instead of {getattr(engine.lora, n)}" for n in names)
+            raise ConfigError(f"{directory}: another adapter than the trainer's: {told}")
+        checkpoint = Checkpoint(directory, ADAPTER_WEIGHTS)
+        shapes = {name: checkpoint.shape(name) for name in checkpoint.names}
+        compare_tensors(shapes, engine.state.adapters, str(directory))
+    with engine.comm.committed():
+        for name, rows in _adapter_tensors(engine):
+            rows.copy_(checkpoint.get(name))
+        engine.values_written()

@@ -19,15 +19,18 @@ BLOCK = 1024
 
 
 @triton.jit
-def store_rounded(pointer, at, value, n, rng, stream, start, BLOCK: tl.constexpr):
-    """Stores float32 `value`, rounded stochastically where the tensor is bf16, and returns what was stored."""
+def store_rounded(pointer, at, value, n, rng, stream, start, first, BLOCK: tl.constexpr):
+    """Stores float32 `value`, rounded stochastically where the tensor is bf16, and returns what was stored.
+
+    at = start .. start + BLOCK in the tensor, whose own first element is number `first` for the noise.
+    """
     if pointer.dtype.element_ty == tl.bfloat16:
-        value = round_stochastically(value, noise(rng, stream, start, BLOCK))
+        value = round_stochastically(value, noise(rng, stream, first.to(tl.int64) + start, BLOCK))
     tl.store(pointer + at, value, mask=at < n)
     return value
 
 
-@triton.jit(do_not_specialize=["w_stream", "m_stream", "v_stream"])
+@triton.jit(do_not_specialize=["w_stream", "m_stream", "v_stream", "first"])
 def adamw_kernel(
     param,
     master,
@@ -39,6 +42,7 @@ def adamw_kernel(
     w_stream,
     m_stream,
     v_stream,
+    first,
     n,
     DECAY: tl.constexpr,
     HAS_MASTER: tl.constexpr,
@@ -64,13 +68,13 @@ def adamw_kernel(
     if DECAY:
         w *= shrink
     w -= step_size * m / (tl.sqrt(v) * (1 / root_correction2) + eps)
-    store_rounded(m_buffer, at, m, n, rng, m_stream, start, BLOCK)
-    store_rounded(v_buffer, at, v, n, rng, v_stream, start, BLOCK)
+    store_rounded(m_buffer, at, m, n, rng, m_stream, start, first, BLOCK)
+    store_rounded(v_buffer, at, v, n, rng, v_stream, start, first, BLOCK)
     if HAS_MASTER:
-        w = store_rounded(master, at, w, n, rng, w_stream, start, BLOCK)
+        w = store_rounded(master, at, w, n, rng, w_stream, start, first, BLOCK)
         tl.store(param + at, w, mask=mask)
     else:
-        store_rounded(param, at, w, n, rng, w_stream, start, BLOCK)
+        store_rounded(param, at, w, n, rng, w_stream, start, first, BLOCK)
 
 
 def adamw(b: AdamWBuffers, hyper: torch.Tensor, decay: bool, rng: torch.Tensor) -> None:
@@ -90,6 +94,7 @@ def adamw(b: AdamWBuffers, hyper: torch.Tensor, decay: bool, rng: torch.Tensor) 
         w_stream,
         m_stream,
         v_stream,
+        b.first,
         n,
         DECAY=decay,
         HAS_MASTER=b.master is not None,

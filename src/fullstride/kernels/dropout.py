@@ -26,7 +26,7 @@ def offsets(n, D, x_stride, out_stride, GROUP: tl.constexpr, BLOCK: tl.constexpr
     return row.to(tl.int64) * x_stride + column, row.to(tl.int64) * out_stride + column, exists
 
 
-@triton.jit(do_not_specialize=["threshold", "stream"])
+@triton.jit(do_not_specialize=["threshold", "stream", "first"])
 def dropout_kernel(
     x,
     threshold,
@@ -34,6 +34,7 @@ def dropout_kernel(
     rng,
     stream,
     out,
+    first,
     n,
     D,
     x_stride,
@@ -45,7 +46,7 @@ def dropout_kernel(
     start = tl.program_id(0).to(tl.int64) * BLOCK
     at, to, mask = offsets(n, D, x_stride, out_stride, GROUP, BLOCK)
     value = tl.load(x + at, mask=mask, other=0.0).to(tl.float32) * scale
-    random = noise(rng, stream, start, BLOCK).reshape(BLOCK // GROUP, GROUP)
+    random = noise(rng, stream, first.to(tl.int64) + start, BLOCK).reshape(BLOCK // GROUP, GROUP)
     value = tl.where(random >= threshold.to(tl.uint32), value, 0.0)
     if ACCUMULATE:
         value += tl.load(out + to, mask=mask, other=0.0).to(tl.float32)
@@ -60,10 +61,13 @@ def dropout(
     stream: int,
     out_ND: torch.Tensor,
     accumulate: bool = False,
+    first_row: int = 0,
 ) -> None:
     """See ops/dropout, whose keep_threshold and keep_scale of p come in. Rows may be strided. Moves 2 N D elements (3
     with `accumulate`)."""
     n, width = x_ND.numel(), x_ND.shape[1]
+    first = first_row * width
+    assert first % 8 == 0, "one Philox gives eight neighbours their noise"
     dropout_kernel[(cdiv(n, BLOCK),)](
         x_ND,
         threshold,
@@ -71,6 +75,7 @@ def dropout(
         rng,
         stream,
         out_ND,
+        first,
         n,
         width,
         x_ND.stride(0),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from fullstride.errors import OutOfMemory
+from fullstride.memory.pinned import pinned
 
 ALIGNMENT = 256  # bytes at least; cuBLAS picks its algorithms by alignment
 ROW_STEP = 64  # elements to which rows with spare columns are rounded up: a row of 16-bit numbers begins a cache line
@@ -80,11 +81,17 @@ class Arena:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.segments: dict[str, int] = {}
-        self._pinned: dict[str, int] = {}
+        self.segments: dict[str, int] = {}  # bytes on the device
+        self.pinned: dict[str, int] = {}  # bytes in host memory, where that is not the device's
 
-    def zeros(self, segment: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A zero-filled buffer, counted under `segment`.
+    def zeros(
+        self,
+        segment: str,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        make: Callable[[tuple[int, ...], torch.dtype], torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """A zero-filled buffer, counted under `segment`. make: what allocates it, where that is not torch alone.
 
         Raises OutOfMemory with the segment and the missing bytes when the device cannot hold it. On torch's device
         `meta`, which holds shapes and no bytes, everything fits and is counted all the same: a plan.
@@ -93,20 +100,35 @@ class Arena:
         try:
             if self.device.type == "cpu" and size > free_memory(self.device, sum(self.segments.values())):
                 raise MemoryError  # the kernel would promise it, and kill the process once it is used
-            buffer = torch.zeros(shape, dtype=dtype, device=self.device)
+            buffer = make(shape, dtype) if make else torch.zeros(shape, dtype=dtype, device=self.device)
         except (RuntimeError, MemoryError) as error:  # a GPU's OutOfMemoryError is a RuntimeError; a CPU's is plain
-            if self.device.type == "cuda" and not isinstance(error, torch.OutOfMemoryError):
+            plain = self.device.type != "cuda" and make is None
+            if not plain and not isinstance(error, torch.OutOfMemoryError | MemoryError):
                 raise
             raise OutOfMemory(shortage(self.device, segment, size, self.segments)) from error
         self.segments[segment] = self.segments.get(segment, 0) + size
         return buffer
 
     def host(self, segment: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A zero-filled host buffer for copies to the device, which for a GPU is pinned and counted so."""
-        if self.device.type != "cuda":
-            return torch.zeros(shape, dtype=dtype, device="meta" if self.device.type == "meta" else "cpu")
-        self._pinned[segment] = self._pinned.get(segment, 0) + math.prod(shape) * dtype.itemsize
-        return torch.zeros(shape, dtype=dtype, pin_memory=True)
+        """A zero-filled host buffer for copies to and from the device, which for a GPU is pinned and counted so.
+
+        Raises OutOfMemory as `zeros` does, of the host.
+        """
+        host = torch.device("cpu")
+        if self.device == host:
+            return self.zeros(segment, shape, dtype)
+        size = math.prod(shape) * dtype.itemsize
+        try:
+            if self.device.type == "meta":
+                buffer = torch.zeros(shape, dtype=dtype, device=self.device)
+            elif size > free_memory(host, sum(self.pinned.values())):
+                raise MemoryError
+            else:
+                buffer = pinned(shape, dtype)
+        except MemoryError as error:
+            raise OutOfMemory(shortage(host, segment, size, self.pinned)) from error
+        self.pinned[segment] = self.pinned.get(segment, 0) + size
+        return buffer
 
     def free(self, segment: str, buffer: torch.Tensor) -> None:
         """Take `buffer`, which its holder drops, off the account."""
@@ -116,8 +138,8 @@ class Arena:
         """{segment: {"device", "managed", "pinned", "pageable": bytes}}; a CPU's memory is pageable."""
         kind = "device" if self.device.type == "cuda" else "pageable"
         empty = {"device": 0, "managed": 0, "pinned": 0, "pageable": 0}
-        pinned = self._pinned
-        return {n: empty | {kind: size, "pinned": pinned.get(n, 0)} for n, size in self.segments.items()}
+        names, pinned = {**self.segments, **self.pinned}, self.pinned
+        return {n: empty | {kind: self.segments.get(n, 0), "pinned": pinned.get(n, 0)} for n in names}
 
 
 def capacity(device: torch.device) -> int:

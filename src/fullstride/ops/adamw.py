@@ -42,7 +42,7 @@ def hyper_values(
 class AdamWBuffers:
     """Flat buffers [n] of one group of tensors: parameter, its master copy (or None), gradient, the two moments.
 
-    `tensor` numbers the group for the noise.
+    `tensor` numbers what the group is a piece of, and `first` (a multiple of 8) its first element there, for the noise.
     """
 
     param: torch.Tensor
@@ -51,6 +51,7 @@ class AdamWBuffers:
     m: torch.Tensor
     v: torch.Tensor
     tensor: int
+    first: int = 0
 
     @property
     def streams(self) -> tuple[int, int, int]:
@@ -73,9 +74,9 @@ def adamw_ref(
     return w - lr / correction1 * m / (v.sqrt() / correction2**0.5 + eps), m, v
 
 
-def _store(out: torch.Tensor, value: torch.Tensor, rng: torch.Tensor, stream: int) -> None:
+def _store(out: torch.Tensor, value: torch.Tensor, rng: torch.Tensor, stream: int, first: int) -> None:
     if out.dtype == torch.bfloat16:
-        out.copy_(stochastic_round_ref(value, noise_ref(rng, stream, value.numel())))
+        out.copy_(stochastic_round_ref(value, noise_ref(rng, stream, value.numel(), first)))
     else:
         out.copy_(value)
 
@@ -89,8 +90,8 @@ def adamw(b: AdamWBuffers, hyper: torch.Tensor, decay: bool, rng: torch.Tensor) 
     w = b.param if b.master is None else b.master
     new_w, new_m, new_v = adamw_ref(w, b.grad, b.m, b.v, hyper, decay)
     w_stream, m_stream, v_stream = b.streams
-    _store(w, new_w, rng, w_stream)
-    _store(b.m, new_m, rng, m_stream)
-    _store(b.v, new_v, rng, v_stream)
+    _store(w, new_w, rng, w_stream, b.first)
+    _store(b.m, new_m, rng, m_stream, b.first)
+    _store(b.v, new_v, rng, v_stream, b.first)
     if b.master is not None:
         b.param.copy_(b.master)

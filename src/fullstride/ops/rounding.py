@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 
 # purposes: two uses of one tensor never share noise
-DROPOUT, WEIGHT_ROUNDING, MASTER_ROUNDING, M_ROUNDING, V_ROUNDING = range(5)
+DROPOUT, WEIGHT_ROUNDING, MASTER_ROUNDING, M_ROUNDING, V_ROUNDING, GRAD_ROUNDING, RECEIVED_ROUNDING = range(7)
 
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57  # Philox4x32 multipliers and key increments, as published
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
@@ -28,13 +28,13 @@ def stream(purpose: int, tensor: int) -> int:
     return purpose << 24 | tensor
 
 
-def philox_ref(rng: torch.Tensor, stream: int, num_counters: int) -> torch.Tensor:
-    """int64 [4 * num_counters], uint32 words for the counters (0 .. num_counters-1, stream, step, micro-step).
+def philox_ref(rng: torch.Tensor, stream: int, num_counters: int, first: int = 0) -> torch.Tensor:
+    """int64 [4 * num_counters], uint32 words for the counters (first, stream, step, micro-step), first + 1, ...
 
     rng: int64 [3] = seed, step, micro-step.
     """
     seed, step, micro_step = rng.tolist()
-    c0 = torch.arange(num_counters, dtype=torch.int64)
+    c0 = torch.arange(num_counters, dtype=torch.int64) + first & _MASK
     c1 = torch.full_like(c0, stream)
     c2, c3 = torch.full_like(c0, step & _MASK), torch.full_like(c0, micro_step & _MASK)
     k0, k1 = seed & _MASK, (seed >> 32) & _MASK
@@ -46,10 +46,11 @@ def philox_ref(rng: torch.Tensor, stream: int, num_counters: int) -> torch.Tenso
     return torch.stack([c0, c1, c2, c3], dim=1).view(-1)
 
 
-def noise_ref(rng: torch.Tensor, stream: int, numel: int) -> torch.Tensor:
-    """int64 [numel], each in [0, 2**16): the noise of elements 0 .. numel-1."""
-    words = philox_ref(rng, stream, (numel + 7) // 8)
-    return torch.stack([words & 0xFFFF, words >> 16], dim=1).view(-1)[:numel]
+def noise_ref(rng: torch.Tensor, stream: int, numel: int, first: int = 0) -> torch.Tensor:
+    """int64 [numel], each in [0, 2**16): the noise of elements first .. first+numel-1."""
+    skipped = first % 8
+    words = philox_ref(rng, stream, (skipped + numel + 7) // 8, first // 8)
+    return torch.stack([words & 0xFFFF, words >> 16], dim=1).view(-1)[skipped : skipped + numel]
 
 
 def stochastic_round_ref(x_n: torch.Tensor, noise_n: torch.Tensor) -> torch.Tensor:

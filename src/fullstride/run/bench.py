@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from fullstride.config import Options
+from fullstride.config import Options, resolve_device
 from fullstride.config.commands import BenchConfig
 from fullstride.engine.ceiling import bare_ceiling
 from fullstride.errors import ConfigError
@@ -21,7 +21,10 @@ from fullstride.model.spec import ModelConfig
 from fullstride.run.directory import check_writable
 from fullstride.run.flops import model_flops, peak_flops
 from fullstride.run.kinds import KINDS, TimeByKind, gpu_kernels, time_by_kind
-from fullstride.trainer.trainer import DTYPES, Trainer
+from fullstride.run.metrics import strategy
+from fullstride.trainer.setting import DTYPES, Setting
+from fullstride.trainer.team import find_ranks
+from fullstride.trainer.trainer import Trainer
 
 ROUNDS = 5  # medians that are reported
 WARM_UP = 2  # updates before: compiling, first allocations; in them every tensor's gradient is looked at
@@ -37,6 +40,8 @@ SECTIONS = {
         "dtype",
         "attention_library",
         "device",
+        "strategy",
+        "gpus",
         "batch_size",
         "seq_len",
         "grad_accum",
@@ -62,7 +67,7 @@ SECTIONS = {
 @dataclasses.dataclass(frozen=True)
 class Measured:
     """Seconds per update (all of them, in rounds), what update() returned, peak bytes, the tensors that got no
-    gradient; on a GPU also the bytes that the driver counts as used on it, the host's seconds to issue a micro-step,
+    gradient; on one GPU also the bytes that the driver counts as used on it, the host's seconds to issue a micro-step,
     and one more update's time by kind."""
 
     rounds: list[list[float]]
@@ -80,7 +85,8 @@ def run_bench(config: BenchConfig) -> dict[str, Any]:
     Raises ConfigError when the training that was measured does not train, and before it for a `json` that cannot be
     written.
     """
-    config = config.resolved()
+    ranks, _ = find_ranks(config.gpus, resolve_device(config.device))
+    config = dataclasses.replace(config, gpus=ranks).resolved()
     if config.json:
         check_file(Path(config.json))
     model = model_config(config.model)
@@ -88,22 +94,22 @@ def run_bench(config: BenchConfig) -> dict[str, Any]:
     if not grad_accum:
         least = TOKENS_PER_UPDATE if config.device == "cuda" else 1
         grad_accum = -(-least // (config.batch_size * config.seq_len))
-    options = Options(**{f.name: getattr(config, f.name) for f in dataclasses.fields(Options)})
-    with Trainer(
-        model, options, batch_size=config.batch_size, seq_len=config.seq_len, grad_accum=grad_accum
-    ) as trainer:
+    options = config.options()
+    setting = Setting(options, config.batch_size, config.seq_len, grad_accum)
+    sizes = {"batch_size": config.batch_size, "seq_len": config.seq_len, "grad_accum": grad_accum}
+    with Trainer(model, options, gpus=ranks, **sizes) as trainer:
         trainer.init_weights(config.seed)
         measured = measure(
             trainer, grad_accum, config.updates, config.lr or (1e-3 if config.method == "lora" else 1e-4)
         )
         parameters = trainer.num_parameters
-        head_chunk = trainer.engine.batch.chunk
     check_trains(measured.metrics, measured.dead)
 
     ceiling = None
     if config.device == "cuda":
+        head_chunk = -(-setting.tokens // setting.head_chunks(model))
         work = head_chunk, config.method == "full", DTYPES[config.dtype], config.attention == "flash4"
-        ceiling = bare_ceiling(model, config.batch_size, config.seq_len, *work)
+        ceiling = options.dp * bare_ceiling(model, config.batch_size, config.seq_len, *work)
     result = described(config, model, options, grad_accum, measured, parameters, ceiling)
     print(table(result))
     if config.json:
@@ -123,8 +129,9 @@ def described(
     """The result as plain data: what ran, how fast, beside `ceiling` (tokens per second) where there is one."""
     medians = [statistics.median(seconds) for seconds in measured.rounds]
     seconds = statistics.median(medians)
-    tokens = grad_accum * config.batch_size * config.seq_len
-    flops = model_flops(model, options, tokens, grad_accum * config.batch_size * config.seq_len**2)
+    rows = grad_accum * config.batch_size * options.dp
+    tokens = rows * config.seq_len
+    flops = model_flops(model, options, tokens, rows * config.seq_len**2)
     peak = peak_flops(options)
     return {
         "model": config.model,
@@ -132,6 +139,8 @@ def described(
         "dtype": config.dtype,
         "attention_library": config.attention,
         "device": device_name(config.device),
+        "strategy": strategy(options),
+        "gpus": options.dp,
         "batch_size": config.batch_size,
         "seq_len": config.seq_len,
         "grad_accum": grad_accum,
@@ -143,7 +152,7 @@ def described(
         "ceiling_tokens_per_sec": ceiling,
         "share_of_ceiling": None if ceiling is None else tokens / seconds / ceiling,
         "model_tflops_per_sec": flops / seconds / 1e12,
-        "mfu": None if peak is None else flops / seconds / peak,
+        "mfu": None if peak is None else flops / seconds / (peak * options.dp),
         "peak_memory_gb": measured.peak_bytes / 1e9,
         "device_memory_gb": None if measured.device_bytes is None else measured.device_bytes / 1e9,
         "host_ms_per_micro_step": None if measured.host is None else 1e3 * statistics.median(measured.host),
@@ -189,7 +198,7 @@ def measure(trainer: Trainer, grad_accum: int, updates: int, lr: float) -> Measu
     What looks closer and so disturbs (waiting before every micro-step, profiling) comes after the timed rounds.
     """
     rng = np.random.default_rng(0)
-    shape = (trainer.batch_size, trainer.seq_len + 1)
+    shape = (trainer.world_size * trainer.batch_size, trainer.seq_len + 1)
     window = [rng.integers(trainer.config.vocab_size, size=shape, dtype=np.int32) for _ in range(grad_accum)]
     pairs = [(np.ascontiguousarray(ids[:, :-1]), np.ascontiguousarray(ids[:, 1:])) for ids in window]
     metrics: list[dict[str, float]] = []
@@ -213,7 +222,7 @@ def measure(trainer: Trainer, grad_accum: int, updates: int, lr: float) -> Measu
     trainer.peak_memory()
     rounds = [[one_update() for _ in range(updates)] for _ in range(ROUNDS)]
     measured = Measured(rounds, metrics, trainer.peak_memory(), sorted(dead))
-    if trainer.device.type != "cuda":
+    if trainer.device.type != "cuda" or trainer.world_size > 1:  # what is looked at closer is in this process
         return measured
     device_bytes, host = used_bytes(), issue_times(trainer, pairs)
     return dataclasses.replace(measured, device_bytes=device_bytes, host=host, kinds=profile(one_update))
@@ -257,9 +266,11 @@ def profile(one_update: Callable[[], float]) -> TimeByKind | None:
 
 def dead_gradients(trainer: Trainer, first: bool) -> list[str]:
     """The trained tensors whose gradient is all zeros. In the `first` update an adapter's A has none: its B is zero."""
-    return [
-        name for name, grad in trainer.gradients().items() if not (grad.any() or (first and name.endswith(FIRST_ZERO)))
-    ]
+    alive: dict[str, bool] = {}
+    for rank in range(trainer.world_size):  # each may have a part of them
+        for name, grad in trainer.gradients(rank).items():
+            alive[name] = alive.get(name, False) or bool(grad.any()) or (first and name.endswith(FIRST_ZERO))
+    return [name for name, lives in alive.items() if not lives]
 
 
 def check_trains(metrics: list[dict[str, float]], dead: list[str]) -> None:

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import math
+import os
 import time
+from collections.abc import Callable
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fullstride.config import FinetuneConfig
 from fullstride.config.keys import build
 from fullstride.data.loader import Batch
 from fullstride.engine.lr import learning_rate
-from fullstride.errors import ConfigError
+from fullstride.errors import ConfigError, WorkerError
 from fullstride.run.flops import model_flops, peak_flops
 from fullstride.run.interrupt import Stopped, StopRequest
-from fullstride.run.metrics import EventLog, MetricsFile, read_events, update_row
+from fullstride.run.metrics import EventLog, MetricsFile, read_events, strategy, update_row
 from fullstride.run.plot import plot_loss
 from fullstride.run.prepare import Job, prepare, preview
 from fullstride.run.progress import Progress
+from fullstride.trainer.team import leads
 from fullstride.trainer.trainer import Trainer
+
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -45,16 +51,26 @@ def finetune(**keys: Any) -> FinetuneResult:
 
 
 def run_finetune(config: FinetuneConfig) -> FinetuneResult:
-    """See `finetune`. The run directory appears once everything that can be refused has been checked."""
+    """See `finetune`. The run directory appears once everything that can be refused has been checked.
+
+    Of the processes that torchrun started, each of which comes here, the first writes and prints for all. They share
+    the file system in which the run directory is.
+    """
+    if leads():
+        return _run(config)
+    with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):
+        return _run(config)
+
+
+def _run(config: FinetuneConfig) -> FinetuneResult:
     job = prepare(config)
     print("\n".join(job.describe()))
     if config.dry_run:
         print("\n".join(preview(job)))
         return FinetuneResult(job.directory.path, 0, None, None, None, None, None)
     c = job.config
-    with Trainer(
-        job.model, c.options(), batch_size=c.batch_size, seq_len=c.seq_len, grad_accum=c.grad_accum
-    ) as trainer:
+    sizes = {"batch_size": c.batch_size, "seq_len": c.seq_len, "grad_accum": c.grad_accum}
+    with Trainer(job.model, c.options(), gpus=c.gpus, **sizes) as trainer:
         state = load(trainer, job)
         trainable, total = trainer.num_parameters
         print(f"parameters: {trainable:,} train of {total:,} ({100 * trainable / total:.2f} %)", flush=True)
@@ -93,21 +109,22 @@ class Run:
         self.job, self.config, self.trainer = job, job.config, trainer
         self.directory = job.directory
         self.done = self.saved = job.resume_step
-        self.position: int = state.get("position", 0)
+        self.position = job.position
         self.eval_loss_before: float | None = state.get("eval_loss_before")
         self.eval_loss: float | None = None
         self.loss: float | None = None
         self.peak = peak_flops(job.config)
-        self.metrics = MetricsFile(self.directory.path / "metrics.csv")
-        self.log = EventLog(self.directory.path / "log.jsonl")
+        self.leads = leads()
+        self.metrics = MetricsFile(self.directory.path / "metrics.csv", self.leads)
+        self.log = EventLog(self.directory.path / "log.jsonl", self.leads)
         self.stop = StopRequest()
         self.progress = Progress(job.num_steps, job.resume_step + 1)
 
     def train(self) -> FinetuneResult:
         """All updates that are left, evaluations, checkpoints and exports."""
-        with self.directory.lock(), self.stop, self.progress:
-            if self.finished():
-                self.eval_loss = self.metrics.eval_loss()
+        with self.directory.lock() if self.leads else nullcontext(), self.stop, self.progress:
+            if self.found(self.finished):
+                self.eval_loss = self.found(self.metrics.eval_loss)
                 self.progress.line(
                     f"nothing is left to do: all {self.done} updates are done; more: --steps or --epochs"
                 )
@@ -123,6 +140,10 @@ class Run:
                     # last, so that what a checkpoint counts as done is done
                     if self.config.save_every and step % self.config.save_every == 0:
                         self.save()
+            except WorkerError as error:
+                self.log.write("failed", step=self.done, rank=error.rank, error=str(error))
+                self.progress.line(f"rank {error.rank} failed after step {self.done}; {self.good()}")
+                raise
             except (Stopped, BrokenPipeError) as stop:  # or the reader of our output has gone
                 kept = self.interrupted()
                 if isinstance(stop, Stopped):
@@ -136,8 +157,18 @@ class Run:
         ended = any(e["event"] == "end" and e["step"] == self.done == self.job.num_steps for e in last)
         return ended and self.exported.is_dir()
 
-    def begin(self) -> None:
-        """Begin the run directory, or cut it back to the update from which the run goes on."""
+    def found(self, look: Callable[[], Found]) -> Found:
+        """What the first process finds in the run directory, in which the others do not look while it writes there."""
+        return self.trainer.agree(look() if self.leads else None)[0]
+
+    def check_stop(self) -> None:
+        """Raise Stopped once a stop was requested: of any process, in all of them at the same place."""
+        if any(self.trainer.agree(self.stop.requested)):
+            raise Stopped
+
+    def begin_directory(self) -> float | None:
+        """Begin the run directory, or cut it back to the update from which the run goes on; returns that one's
+        evaluation."""
         if self.directory.start_step(self.config) != self.done:
             raise ConfigError(f"out: another process has been at work in {self.directory.path} meanwhile; start again")
         self.directory.create(self.config)
@@ -148,13 +179,17 @@ class Run:
         if dropped:
             self.progress.line(f"checkpoints after step {self.done} are deleted: {', '.join(dropped)}")
             self.log.write("dropped", step=self.done, checkpoints=dropped)
+        return self.metrics.eval_loss()
+
+    def begin(self) -> None:
+        """What comes before the first update of this call."""
+        self.eval_loss = self.found(self.begin_directory)
         self.job.loader.seek(self.position)
         trainable, total = self.trainer.num_parameters
         parameters = {"trainable_parameters": trainable, "parameters": total}
         if self.done:
             self.progress.line(f"resumed at step {self.done} of {self.job.num_steps}")
             self.log.write("resume", step=self.done, num_steps=self.job.num_steps, **parameters)
-            self.eval_loss = self.metrics.eval_loss()
             if self.eval_loss is None and self.evaluates_after(self.done):  # it was stopped in the evaluation
                 self.metrics.complete(self.evaluate())
             return
@@ -171,9 +206,9 @@ class Run:
         started = time.perf_counter()
         batches = job.loader.next_window(c.grad_accum)
         for batch in batches:
-            self.stop.check()
+            self.check_stop()
             self.trainer.step(batch.inputs, batch.targets, batch.documents)
-        self.stop.check()
+        self.check_stop()
         lr = learning_rate(c.schedule, step, job.num_steps, c.rate, c.warmup, c.final_lr_fraction)
         metrics = self.trainer.update(
             lr=lr,
@@ -197,7 +232,8 @@ class Run:
             tokens=tokens,
             seconds=seconds,
             peak_bytes=self.trainer.peak_memory(),
-            mfu=None if self.peak is None else flops / seconds / self.peak,
+            mfu=None if self.peak is None else flops / seconds / (self.peak * c.dp),
+            strategy=strategy(c),
         )
         self.done, self.position, self.loss = step, job.loader.position, metrics["loss"]
         return row
@@ -242,7 +278,7 @@ class Run:
             return None
         started, total, count = time.perf_counter(), 0.0, 0
         for batch in self.job.eval_loader.eval_batches():
-            self.stop.check()
+            self.check_stop()
             result = self.validate(batch)
             total, count = total + result["loss"] * result["tokens"], count + int(result["tokens"])
         if not math.isfinite(total):
@@ -273,7 +309,8 @@ class Run:
         }
         self.trainer.save_checkpoint(self.directory.checkpoints, self.done, state)
         self.saved = self.done
-        self.directory.prune(self.config.keep)
+        if self.leads:
+            self.directory.prune(self.config.keep)
         self.log.write("checkpoint", step=self.done)
 
     def end_epoch(self, epoch: int) -> None:
@@ -309,7 +346,8 @@ class Run:
         else:
             self.trainer.export_model(self.exported, self.config.export_dtype, overwrite=True)
             self.log.write("export", step=self.done, path=str(self.exported))
-        plot_loss(self.directory.path, self.eval_loss_before)
+        if self.leads:
+            plot_loss(self.directory.path, self.eval_loss_before)
         self.log.write("end", step=self.done, loss=self.loss, eval_loss=self.eval_loss)
         self.progress.line(f"done: {self.exported}")
         return self.result()

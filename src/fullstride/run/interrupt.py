@@ -39,8 +39,3 @@ class StopRequest:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._restore()
-
-    def check(self) -> None:
-        """Raise Stopped once a stop was requested."""
-        if self.requested:
-            raise Stopped

@@ -29,6 +29,7 @@ PARTS = (
     (
         "element_wise",  # ours (kernels/)
         (
+            "accumulate_kernel",
             "adamw_kernel",
             "add_partials_kernel",
             "add_shares_kernel",

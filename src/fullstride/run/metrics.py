@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from fullstride.config import Options
 from fullstride.errors import ConfigError
 from fullstride.files import replace_text
 
@@ -29,6 +30,11 @@ COLUMNS = (
     "eval_loss",
 )
 GIGABYTE = 1e9
+
+
+def strategy(options: Options) -> str:
+    """How resolved `options` split the work: `single`, `dp2-zero1`, ..."""
+    return "single" if options.dp == 1 else f"dp{options.dp}-zero{options.zero}"
 
 
 def update_row(
@@ -66,10 +72,10 @@ def update_row(
 
 
 class MetricsFile:
-    """metrics.csv at `path`."""
+    """metrics.csv at `path`; without `writes` it is another process that writes it, and nothing is done here."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, writes: bool = True) -> None:
+        self.path, self._writes = path, writes
 
     def begin(self, after_step: int) -> None:
         """Keep the rows up to `after_step` (0: none), to go on after them."""
@@ -88,10 +94,13 @@ class MetricsFile:
         self._write(rows)
 
     def _write(self, rows: list[dict[str, str]]) -> None:
-        replace_text(self.path, "".join(map(_csv_line, (COLUMNS, *([row[c] for c in COLUMNS] for row in rows)))))
+        if self._writes:
+            replace_text(self.path, "".join(map(_csv_line, (COLUMNS, *([row[c] for c in COLUMNS] for row in rows)))))
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Add one row; it is in the file when this returns."""
+        if not self._writes:
+            return
         with self.path.open("a", encoding="utf-8", newline="") as file:
             file.write(_csv_line(["" if row[c] is None else row[c] for c in COLUMNS]))
 
@@ -118,18 +127,22 @@ def _csv_line(values: Iterable[Any]) -> str:
 
 
 class EventLog:
-    """log.jsonl at `path`: every line one JSON object with `event` and `time`."""
+    """log.jsonl at `path`: every line one JSON object with `event` and `time`. `writes`: as MetricsFile's."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, writes: bool = True) -> None:
+        self.path, self._writes = path, writes
 
     def begin(self, after_step: int) -> None:
         """Keep the events up to `after_step` (0: none), to go on after them."""
+        if not self._writes:
+            return
         kept = [e for e in read_events(self.path) if e.get("step", 0) <= after_step] if after_step else []
         replace_text(self.path, "".join(json.dumps(event, ensure_ascii=False) + "\n" for event in kept))
 
     def write(self, event: str, **values: Any) -> None:
         """Append one event; it is in the file when this returns."""
+        if not self._writes:
+            return
         record = {"event": event, "time": datetime.now(UTC).isoformat(timespec="milliseconds"), **values}
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record, ensure_ascii=False) + "\n")

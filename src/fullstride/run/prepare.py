@@ -10,27 +10,30 @@ from typing import Any
 
 import numpy as np
 
-from fullstride.config import FinetuneConfig
+from fullstride.config import FinetuneConfig, resolve_device
 from fullstride.data.chat import Example, check_ids, encode_rows, show
 from fullstride.data.loader import Loader
 from fullstride.data.report import Report
 from fullstride.data.rows import Row
 from fullstride.data.sources import load_eval, load_train, source_paths
+from fullstride.engine.checkpoint import read_record
 from fullstride.engine.lr import warmup_updates
 from fullstride.errors import ConfigError, DataError
 from fullstride.model.spec import ModelConfig
 from fullstride.run.directory import RunDirectory
 from fullstride.run.inputs import data_digest, weights_digest
 from fullstride.run.source import find_model, load_tokenizer, padding_id
+from fullstride.trainer.team import find_ranks, leads
 
 
 @dataclass(frozen=True)
 class Job:
-    """A run that may start: `config` is resolved, `resume_step` is 0 for a new run."""
+    """A run that may start: `config` is resolved, `resume_step` and the loader's `position` are 0 for a new run."""
 
     config: FinetuneConfig
     directory: RunDirectory
     resume_step: int
+    position: int
     model_path: Path
     model: ModelConfig
     tokenizer: Any
@@ -48,20 +51,25 @@ class Job:
     def num_steps(self) -> int:
         """Updates of the whole run."""
         c = self.config
-        return c.steps if c.steps is not None else (c.epochs or 0) * self.updates_per_epoch
+        if c.steps is not None:
+            return c.steps
+        return self.resume_step + self.loader.updates_until(c.epochs or 0, self.position, c.grad_accum)
 
     @property
     def notes(self) -> list[str]:
         """What may be meant, but is seldom good."""
         longest, seq_len = self.model.max_position_embeddings, self.config.seq_len
-        rows, batch = self.loader.rows_per_epoch, self.config.batch_size
+        rows, ranks = self.loader.rows_per_epoch, self.config.dp
+        batch = self.config.batch_size * ranks
         notes = []
         if seq_len > longest:
             notes.append(
                 f"seq-len {seq_len:,} exceeds the {longest:,} positions of the model (max_position_embeddings)"
             )
         if rows < batch:
-            notes.append(f"{batch - rows} of the {batch} rows of a micro-step are empty; --batch-size {rows} is faster")
+            fewer = -(-rows // ranks)
+            faster = f"; --batch-size {fewer} is faster" if fewer < self.config.batch_size else ""
+            notes.append(f"{batch - rows} of the {batch} rows of a micro-step are empty{faster}")
         return notes
 
     @cached_property
@@ -98,7 +106,7 @@ class Job:
         if self.eval_loader is not None:
             held_out = self.eval_loader
             lines.append(f"evaluation: {held_out.num_tokens:,} tokens in {held_out.rows_per_epoch:,} rows")
-        per_update = c.batch_size * c.grad_accum
+        per_update = c.batch_size * c.dp * c.grad_accum
         short = loader.rows_per_epoch % per_update
         last = f", {short} in the last of an epoch" if short else ""
         lines += [f"note: {note}" for note in self.notes]
@@ -110,15 +118,18 @@ def prepare(config: FinetuneConfig) -> Job:
 
     Raises ConfigError, UsageError or DataError for whatever can be refused without the weights.
     """
-    config = config.resolved()
+    ranks, _ = find_ranks(config.gpus, resolve_device(config.device))
+    config = dataclasses.replace(config, gpus=ranks).resolved()
     model_path = find_model(config.model)
     model = ModelConfig.from_pretrained(model_path)
     config = _with_paths(config, model_path)
     directory = RunDirectory(Path(config.out))
     resume_step = 0
     if not config.dry_run:
-        directory.check_free()
+        if leads():
+            directory.check_free()
         resume_step = directory.start_step(config)
+    position = read_record(directory.checkpoints, resume_step)[1].get("position", 0) if resume_step else 0
     # a checkpoint holds the adapter already
     if config.adapter and not resume_step and not (Path(config.adapter) / "adapter_config.json").is_file():
         raise ConfigError(f"adapter: no adapter_config.json in {config.adapter}; give a PEFT directory")
@@ -137,7 +148,8 @@ def prepare(config: FinetuneConfig) -> Job:
 
     def loader(examples: list[Example]) -> Loader:
         pad_id = padding_id(tokenizer)
-        return Loader(examples, config.seq_len, config.batch_size, config.packing, config.seed, pad_id)
+        rows = config.batch_size * config.dp
+        return Loader(examples, config.seq_len, rows, config.packing, config.seed, pad_id)
 
     examples = encoded(load_train(config.data, report), f"data={config.data}")
     eval_rows = load_eval(config.data, config.eval_data or None, report)
@@ -147,6 +159,7 @@ def prepare(config: FinetuneConfig) -> Job:
         config=config,
         directory=directory,
         resume_step=resume_step,
+        position=position,
         model_path=model_path,
         model=model,
         tokenizer=tokenizer,

@@ -1,8 +1,9 @@
 """After a failed allocation: settings that would fit, found by predicting the memory of one after another.
 
 In the order of what they cost the training. A smaller batch-size with as many more micro-steps keeps every update as it
-was, and costs little while micro-steps are not small; more pieces of the head and recompute cost time; a shorter
-seq-len cuts rows; LoRA is another training, and only named when nothing else fits.
+was, and costs little while micro-steps are not small; more pieces of the head, gradients in host memory and recompute
+cost time; sharing more among ranks (ZeRO 3) costs their connection; a shorter seq-len cuts rows; LoRA is another
+training, and only named when nothing else fits.
 """
 
 from __future__ import annotations
@@ -24,20 +25,25 @@ FEW_TOKENS = 2048  # in smaller micro-steps a GPU's products lose more time than
 MARGIN = 0.05  # of the device that stays free: allocators round up and leave gaps
 
 
-def remedy(config: ModelConfig, setting: Setting, device: str, capacity: int, documents: int, shapes: int) -> str:
-    """What the user of `setting`, which did not fit into `capacity` bytes of `device` (cuda, cpu), should set instead.
+def remedy(
+    config: ModelConfig, setting: Setting, device: str, capacity: int, host: int, documents: int, shapes: int
+) -> str:
+    """What the user of `setting`, which did not fit, should set instead. There were `capacity` bytes of `device` (cuda,
+    cpu), and beside a GPU `host` bytes of host memory.
 
     documents, shapes: as in engine/plan.predict, of what the run has met so far.
     """
 
     @functools.cache
     def need(s: Setting) -> float:
-        """Predicted bytes; infinite where even the host cannot stage a micro-batch."""
+        """Predicted bytes; infinite where the host cannot hold its part."""
         places = -(-documents * s.batch_size // setting.batch_size)
         try:
-            return sum(predict(config, *s.engine(config), device, places, shapes).values())
+            plan = predict(config, *s.engine(config), device, places, shapes, s.options.dp)
         except MemoryError:
             return float("inf")
+        # the ranks of one machine share its memory
+        return sum(plan.device.values()) if s.options.dp * sum(plan.pinned.values()) <= host else float("inf")
 
     failed = need(setting)
     # what did not fit shows how much is too much, also where the prediction is too low
@@ -79,7 +85,9 @@ def candidates(config: ModelConfig, s: Setting) -> Iterator[list[Setting]]:
     methods = [s.options]
     if s.options.method == "full":  # the adapters' masters have a default of their own
         methods.append(dataclasses.replace(s.options, method="lora", master_dtype="").resolved())
-    for options in methods:
+    shared = [s.options.zero] if s.options.dp == 1 else sorted({s.options.zero, 3})
+    levels = [dataclasses.replace(options, zero=zero) for options in methods for zero in shared]
+    for options in levels:
         for seq_len in lengths:
             large = [b for b in sizes if b * seq_len >= FEW_TOKENS]
             small = [b for b in sizes if b not in large]
@@ -87,7 +95,7 @@ def candidates(config: ModelConfig, s: Setting) -> Iterator[list[Setting]]:
                 now = dataclasses.replace(options, recompute=flags)
                 plain = [Setting(now, b, seq_len, s.grad_accum * (s.batch_size // b)) for b in batch_sizes]
                 plain = [x for x in plain if x.head_chunks(config) <= x.tokens]
-                for group in plain, [more_chunks(x, config) for x in plain]:
+                for group in offload_levels(plain) + offload_levels([more_chunks(x, config) for x in plain]):
                     if others := [x for x in group if x != s]:
                         yield others
 
@@ -96,6 +104,16 @@ def more_chunks(s: Setting, config: ModelConfig) -> Setting:
     """`s` with more pieces of the head, at most one a token."""
     chunks = min(MORE_CHUNKS * s.head_chunks(config), s.tokens)
     return dataclasses.replace(s, options=dataclasses.replace(s.options, head_chunks=chunks))
+
+
+def offload_levels(group: list[Setting]) -> list[list[Setting]]:
+    """`group` as it is, and with gradients on the other side: in host memory (on a CPU that is the device's) where
+    they may be there, or back on the device."""
+    o = group[0].options if group else None
+    if o is None or (not o.offload and (o.device == "cpu" or (o.dp > 1 and o.zero < 2))):
+        return [group]
+    other = () if o.offload else ("grads",)
+    return [group, [dataclasses.replace(s, options=dataclasses.replace(s.options, offload=other)) for s in group]]
 
 
 def recompute_levels(flags: tuple[str, ...]) -> list[tuple[str, ...]]:

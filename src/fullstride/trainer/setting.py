@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from fullstride.config import Options
-from fullstride.engine.state import Precision
+from fullstride.engine.state import Precision, Sharing
 from fullstride.engine.step import EngineSettings
 from fullstride.errors import ConfigError
 from fullstride.model.lora import LoraSettings
@@ -36,7 +36,13 @@ class Setting:
         """The engine's arguments. Raises ConfigError for more head_chunks than tokens."""
         o = self.options
         param, master = DTYPES[o.dtype], DTYPES[o.master_dtype]
-        precision = Precision(param, None if master == param else master, DTYPES[o.m_dtype], DTYPES[o.v_dtype])
+        precision = Precision(
+            param,
+            None if master == param else master,
+            DTYPES[o.m_dtype],
+            DTYPES[o.v_dtype],
+            DTYPES[o.grad_dtype or o.dtype],
+        )
         chunks = self.head_chunks(config)
         if chunks > self.tokens:
             raise ConfigError(
@@ -52,6 +58,10 @@ class Setting:
             precision,
             chunks,
             frozenset(o.recompute),
+            grad_accum=self.grad_accum,
+            sharing=Sharing(
+                o.zero, o.grad_reduce == "all-to-all", o.gather_by == "copy", o.send_by == "copy", "grads" in o.offload
+            ),
             flash4=o.attention == "flash4",
             **switches,
         )
@@ -76,6 +86,8 @@ class Setting:
             ("grad-accum", self.grad_accum, before.grad_accum),
             ("head-chunks", o.head_chunks, old.head_chunks),
             ("recompute", ",".join(o.recompute), ",".join(old.recompute)),
+            ("zero", o.zero, old.zero),
+            ("offload", ",".join(o.offload) or "''", ",".join(old.offload) or "''"),
             ("seq-len", self.seq_len, before.seq_len),
         )
         return " ".join(f"--{name} {value}" for name, value, was in pairs if value != was)

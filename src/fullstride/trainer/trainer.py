@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
-import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from fullstride.config import LEAST_EPS, MOST_LR, Options
-from fullstride.engine import checkpoint, weights_io
-from fullstride.engine.batch import HostBatch
+from fullstride.config import LEAST_EPS, MOST_LR, Options, resolve_device
+from fullstride.config.rules import check_rules
+from fullstride.engine import checkpoint
 from fullstride.engine.limits import check_documents, check_sizes
-from fullstride.engine.plan import LIBRARIES
 from fullstride.engine.step import Engine
-from fullstride.errors import ConfigError, OutOfMemory
-from fullstride.memory.arena import capacity, free_memory, shortage
-from fullstride.model.spec import ModelConfig, num_parameters
+from fullstride.errors import ConfigError, OutOfMemory, WorkerError
+from fullstride.files import discard_partial
+from fullstride.model.lora import adapter_unit
+from fullstride.model.spec import ModelConfig, num_parameters, parameter_table
 from fullstride.ops.cross_entropy import IGNORED
-from fullstride.trainer.remedy import remedy
 from fullstride.trainer.setting import DTYPES, Setting
-from fullstride.trainer.telemetry import PeakMemory, device_info
+from fullstride.trainer.team import LaunchedTeam, Team, find_ranks, launched
 
 Array = np.ndarray | torch.Tensor
 # z_loss: its gradient is a multiple of the logits, which may be 1e4
@@ -33,14 +33,19 @@ MOST = {"lr": MOST_LR, "z_loss": 1e6, "beta1": 1.0, "beta2": 1.0}
 
 
 class Trainer:
-    """Trains one model on one device, in this process.
+    """Trains one model on `gpus` devices, driven from this thread. With device = cpu, `gpus` counts CPU workers.
 
-    config: the model's sizes. options: method, LoRA, precision, memory, device, seed. A micro-step has `batch_size`
-    rows of `seq_len` tokens, an update at most `grad_accum` micro-steps.
+    config: the model's sizes. options: method, LoRA, precision, memory, device, seed. gpus: 0 is all there are. A
+    micro-step has `batch_size` rows of `seq_len` tokens for each of the `world_size` ranks, an update at most
+    `grad_accum` micro-steps. One rank lives in this process, and its crash is this process's; several have processes of
+    their own, ended by `stop` and by the end of this one. Under torchrun this is one rank, and all processes make the
+    same calls.
 
-    Raises ConfigError for options and sizes that do not work here. Where memory is short, here or in a later call, it
-    raises OutOfMemory, which names the segment, the missing bytes, and settings that would fit. One from `step` or
-    `update`, which may have written half of their work, stops the trainer.
+    Raises ConfigError for options and sizes that do not work here, and for arguments of calls; those leave the trainer
+    as it was. Where memory is short, here or in a later call, it raises OutOfMemory, which names the segment, the
+    missing bytes, and settings that would fit. One from `step` or `update`, which may have written half of their work,
+    stops the trainer, and so does Ctrl-C in any call. With several ranks, whatever else goes wrong in one of them stops
+    all, and raises WorkerError (or OutOfMemory) with the rank and its traceback, or the signal that killed it.
     """
 
     def __init__(
@@ -62,26 +67,21 @@ class Trainer:
             _positive(name, value)
             for name, value in (("batch_size", batch_size), ("seq_len", seq_len), ("grad_accum", grad_accum))
         )
-        if gpus != 1:
-            raise ConfigError(f"gpus = {gpus}: training runs on one device now; set gpus = 1")
         self.config = config
-        self.options = (options or Options()).resolved()
-        self.batch_size, self.seq_len, self.grad_accum, self.world_size = batch_size, seq_len, grad_accum, 1
+        options = options or Options()
+        self.world_size, self.device = find_ranks(gpus, resolve_device(options.device))
+        check_rules(options, self.world_size)
+        self.options = dataclasses.replace(options, dp=self.world_size).resolved()
+        self.batch_size, self.seq_len, self.grad_accum = batch_size, seq_len, grad_accum
         self._source: Path | None = None  # where the weights came from
         self._has_weights = False
-        device = torch.device(self.options.device)
-        self.device = torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
+        self._updates = self._micro_steps = 0  # done; since the last update
+        self._supervised = 0  # tokens of all ranks since the last update
         check_sizes(config, batch_size, seq_len, self.device.type)
-        self._setting = Setting(self.options, batch_size, seq_len, grad_accum)
-        self._engine: Engine | None = None
-        self._room = free_memory(self.device, 0)  # bytes for us, before anything is ours
-        self._places: set[int] = set()  # for documents, in the micro-steps so far: each number has graphs of its own
-        engine = self._setting.engine(config)
-        with torch.no_grad(), self._memory():
-            self._engine = Engine(config, *engine, self.device)
-            if self.options.method == "lora":
-                weights_io.init_adapters(self._engine, self.options.seed)
-        self.peak_memory = PeakMemory(self.device)
+        setting = Setting(self.options, batch_size, seq_len, grad_accum)
+        self._lora, _ = setting.engine(config)  # raises what is wrong with it here
+        self._team = (LaunchedTeam if launched() else Team)(config, setting, self.world_size, self.device)
+        weakref.finalize(self, self._team.close)  # when it is dropped without `stop`
 
     @classmethod
     def from_pretrained(cls, path: str | Path, options: Options | None = None, **sizes: Any) -> Trainer:
@@ -93,44 +93,66 @@ class Trainer:
     def __enter__(self) -> Trainer:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self._team.abandon(error)
         self.stop()
 
     def stop(self) -> None:
-        """Free the model. Later calls raise ConfigError; a second stop does nothing."""
-        self._engine = None
+        """End the workers and free the model. Later calls raise ConfigError; a second stop does nothing."""
+        self._team.close()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     @property
     def engine(self) -> Engine:
-        """The engine behind this trainer."""
-        if self._engine is None:
-            raise ConfigError("the trainer is stopped; make a new one")
-        return self._engine
+        """The engine of the rank in this process; there is none where ranks have processes of their own."""
+        self._check_running()
+        assert self._team.worker is not None and self._team.worker.engine is not None
+        return self._team.worker.engine
+
+    def agree(self, value: Any) -> list[Any]:
+        """Under torchrun the (pickled) `value` of every process, on each of them, which all make this call; else
+        [value]."""
+        self._check_running()
+        return self._team.agree(value)
+
+    def _call(self, command: str, *args: Any, rank: int | None = None) -> list[Any]:
+        """The answers of all ranks, or of one."""
+        self._check_running()
+        return self._team.call(command, *args, rank=rank)
+
+    def _write(self, target: Path, command: str, *args: Any) -> None:
+        """All ranks hand over their parts of what the first one writes: the directory `target`, whole or not at all."""
+        self._check_running()
+        try:
+            self._team.call(command, *args, writes=True)
+        except (WorkerError, OutOfMemory):  # it may have been killed in the midst of writing
+            discard_partial(target)
+            raise
+
+    def _check_running(self) -> None:
+        if not self._team.closed:
+            return
+        why = "" if self._team.failure is None else f" since rank {self._team.failure.rank} failed"
+        raise ConfigError(f"the trainer is stopped{why}; make a new one")
 
     # ---- weights
 
-    @torch.no_grad()
     def import_weights(self, path: str | Path) -> None:
         """Weights of a Hugging Face directory (one or several safetensors). Raises ConfigError if they do not fit."""
-        with self._memory():
-            weights_io.import_weights(self.engine, path)
-        self._source, self._has_weights = Path(path), True
+        self._call("import_weights", Path(path).absolute())
+        self._source, self._has_weights = Path(path).absolute(), True
 
-    @torch.no_grad()
     def init_weights(self, seed: int | None = None) -> None:
         """Random weights: N(0, initializer_range), norms 1, biases 0. seed: the options' by default."""
-        with self._memory():
-            weights_io.init_weights(self.engine, self.options.seed if seed is None else seed)
+        self._call("init_weights", self.options.seed if seed is None else seed)
         self._has_weights = True
 
-    @torch.no_grad()
     def import_adapter(self, directory: str | Path) -> None:
         """Adapters of a PEFT directory with the options' rank, alpha, targets and rslora."""
-        weights_io.import_adapter(self.engine, directory)
+        self._call("import_adapter", Path(directory).absolute())
 
-    @torch.no_grad()
     def export_model(self, directory: str | Path, dtype: str = "", overwrite: bool = False) -> None:
         """A Hugging Face directory of the model, in training's precision or `dtype` (fp32, bf16).
 
@@ -139,39 +161,44 @@ class Trainer:
         self._check_weights()
         if dtype and dtype not in DTYPES:
             raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-        number = DTYPES[dtype or self.options.dtype]
-        weights_io.export_model(self.engine, directory, number, self._source, overwrite)
+        target = Path(directory).absolute()
+        self._write(target, "export_model", target, dtype or self.options.dtype, self._source, overwrite)
 
-    @torch.no_grad()
     def export_adapter(self, directory: str | Path, overwrite: bool = False) -> None:
         """A PEFT directory: adapter_config.json, adapter_model.safetensors, and the base model's tokenizer."""
-        weights_io.export_adapter(self.engine, directory, self._source, overwrite)
+        target = Path(directory).absolute()
+        self._write(target, "export_adapter", target, self._source, overwrite)
 
-    @torch.no_grad()
     def save_checkpoint(self, directory: str | Path, step: int, extra: dict[str, Any] | None = None) -> None:
         """The training state after update `step`, below `directory`; `extra` (JSON's types) comes back on loading.
 
         Raises ConfigError between step and update: accumulated gradients are not part of a checkpoint.
         """
-        if self.engine.micro_steps:
+        try:
+            json.dumps(extra)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"extra must hold JSON's types: {error}") from None
+        self._check_running()
+        if self._micro_steps:
             raise ConfigError("save_checkpoint between step and update would lose the gradients; call update first")
-        checkpoint.save_checkpoint(self.engine, directory, step, extra or {})
+        within = Path(directory).absolute()
+        self._write(within / checkpoint.checkpoint_name(step), "save_checkpoint", within, step, extra or {})
 
-    @torch.no_grad()
     def load_checkpoint(self, directory: str | Path, step: int | str = checkpoint.LATEST) -> dict[str, Any]:
         """The training state of `step` (a number or "latest"); returns what was saved as `extra`.
 
         Under LoRA that is the adapters' state: the base comes from import_weights.
         """
-        extra = checkpoint.load_checkpoint(self.engine, directory, step)
+        extra, self._updates = self._call("load_checkpoint", Path(directory).absolute(), step)[0]
+        self._micro_steps = 0
         self._has_weights |= self.options.method == "full"  # under LoRA a checkpoint holds the adapters only
         return extra
 
     # ---- training
 
-    @torch.no_grad()
     def step(self, inputs: Array, targets: Array, documents: Array | None = None, z_loss: float = 0.0) -> None:
-        """One micro-step: forward and backward of int32 [batch_size, seq_len] arrays.
+        """One micro-step: forward and backward of int32 [world_size * batch_size, seq_len] arrays; rank i trains on
+        rows [i * batch_size, (i + 1) * batch_size).
 
         targets[:, t] is what inputs[:, t] should predict, -100 = ignored. documents numbers the documents of a row: a
         run of equal numbers is one, and documents do not see each other; None means one a row. z_loss adds
@@ -181,21 +208,19 @@ class Trainer:
         micro-steps without an update.
         """
         _check_values(z_loss=z_loss)
-        if self.engine.micro_steps >= self.grad_accum:
+        self._check_running()
+        if self._micro_steps >= self.grad_accum:
             raise ConfigError(f"{self.grad_accum} micro-steps (grad_accum) are done; call update before the next step")
-        batch = self._batch(inputs, targets, documents)
-        with self._memory(stops=True):
-            self.engine.micro_step(batch, z_loss)
-        self._places.add(self._documents())
+        arrays = self._arrays(inputs, targets, documents)
+        self._or_stop(self._team.call_on, arrays, "step", float(z_loss))
+        self._micro_steps += 1
+        self._supervised += np.count_nonzero(arrays[1] != IGNORED)
 
-    @torch.no_grad()
     def validate(self, inputs: Array, targets: Array, documents: Array | None = None) -> dict[str, float]:
         """{"loss", "loss_1k", "tokens"} of a forward without dropout; legal at any time, changes nothing."""
-        batch = self._batch(inputs, targets, documents)
-        with self._memory():
-            return self.engine.validate(batch)
+        arrays = self._arrays(inputs, targets, documents)
+        return self._team.call_on(arrays, "validate")[0]
 
-    @torch.no_grad()
     def update(
         self,
         lr: float,
@@ -214,48 +239,63 @@ class Trainer:
 
         Raises ConfigError without a step before it, or when those steps had no supervised token.
         """
-        engine = self.engine
-        if not engine.micro_steps:
+        self._check_running()
+        if not self._micro_steps:
             raise ConfigError("update needs at least one step before it")
-        if not engine.tokens:
+        if not self._supervised:
             raise ConfigError(
                 "no supervised token since the last update (all targets are -100): nothing to learn from; call discard"
             )
         _check_values(lr=lr, eps=eps, weight_decay=weight_decay, grad_clip=grad_clip, beta1=beta1, beta2=beta2)
-        step = engine.updates + 1 if step is None else step
-        step = _positive("step", step)
-        with self._memory(stops=True):
-            return engine.update(
-                step=step, grad_clip=grad_clip, lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay
-            )
+        step = _positive("step", self._updates + 1 if step is None else step)
+        rates = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
+        told = self._or_stop(self._call, "update", {"step": step, "grad_clip": grad_clip, **rates})[0]
+        self._updates, self._micro_steps, self._supervised = step, 0, 0
+        return told
 
     def discard(self) -> None:
         """Forget the micro-steps since the last update, as if they had not been made."""
-        self.engine.start_from(self.engine.updates)
+        self._call("discard")
+        self._micro_steps = self._supervised = 0
 
-    def _batch(self, inputs: Array, targets: Array, documents: Array | None) -> HostBatch:
+    def _or_stop(self, call: Callable[..., Any], *args: Any) -> Any:
+        """`call(*args)`; when that runs out of memory, half of its work may be done, and the trainer is stopped."""
+        try:
+            return call(*args)
+        except OutOfMemory:
+            self.stop()
+            raise
+
+    def _arrays(
+        self, inputs: Array, targets: Array, documents: Array | None
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """The arguments as plain arrays, checked."""
+        self._check_running()
         self._check_weights()
-        ids = self._checked("inputs", inputs)
-        labels = self._checked("targets", targets)
-        batch = HostBatch.of(ids, labels, None if documents is None else self._checked("documents", documents))
+        ids, labels = self._checked("inputs", inputs), self._checked("targets", targets)
+        numbers = None if documents is None else self._checked("documents", documents)
         vocabulary = self.config.vocab_size
-        for name, values, used in (("inputs", ids, batch.ids), ("targets", labels, batch.targets)):
-            if used.view(np.uint32).max(initial=0) >= vocabulary:  # negative numbers are large ones there
-                legal = (values >= 0) & (values < vocabulary) | ((name == "targets") & (values == IGNORED))
-                row, column = np.argwhere(~legal)[0]
+        for name, values in (("inputs", ids), ("targets", labels)):
+            wrong = values.view(np.uint32) >= vocabulary  # negative numbers are large ones there
+            if name == "targets":
+                wrong &= values != IGNORED
+            if wrong.any():
+                row, column = np.argwhere(wrong)[0]
                 raise ConfigError(
                     f"{name}[{row}, {column}] is {values[row, column]}: token ids must be below the embedding's "
                     f"{vocabulary} rows; is this the model's tokenizer?"
                 )
-        check_documents(len(batch.boundaries) - 1, self.device.type)
-        return batch
+        if numbers is not None:
+            ends = np.count_nonzero(numbers[:, 1:] != numbers[:, :-1], axis=1).reshape(self.world_size, -1)
+            check_documents(self.batch_size + int(ends.sum(1).max()), self.device.type)
+        return ids, labels, numbers
 
     def _check_weights(self) -> None:
         if not self._has_weights:
             raise ConfigError("the model has no weights yet; call import_weights or init_weights first")
 
     def _checked(self, name: str, array: Array) -> np.ndarray:
-        expected = (self.batch_size, self.seq_len)
+        expected = (self.world_size * self.batch_size, self.seq_len)
         if isinstance(array, torch.Tensor):
             if array.device.type != "cpu" or array.layout != torch.strided:
                 got = f"{str(array.layout).removeprefix('torch.')} tensor on {array.device}"
@@ -267,91 +307,59 @@ class Trainer:
             dtype, shape = getattr(array, "dtype", ""), list(getattr(array, "shape", ()))
             got = type(array).__name__ if plain is None and not isinstance(array, torch.Tensor) else ""
             told = " ".join(filter(None, (got, str(dtype).removeprefix("torch."), str(shape) if shape else "")))
-            raise ConfigError(f"{name} must be int32 {list(expected)} (batch_size, seq_len), got {told}")
+            rows = "batch_size" if self.world_size == 1 else "world_size * batch_size"
+            raise ConfigError(f"{name} must be int32 {list(expected)} ({rows}, seq_len), got {told}")
         return plain
-
-    # ---- memory
-
-    @contextmanager
-    def _memory(self, stops: bool = False) -> Iterator[None]:
-        """Tells what would fit when the work inside runs out of memory; with `stops` that is the trainer's end."""
-        try:
-            yield
-        except (OutOfMemory, torch.OutOfMemoryError) as error:
-            told = f"{self._shortage(error)}; {self._remedy()}"
-            if stops:
-                self.stop()
-            raise OutOfMemory(told) from error
-
-    def _shortage(self, error: Exception) -> str:
-        """What was missing. The arena says it itself; torch's allocator, for everything else, in words of its own."""
-        asked = re.search(r"(?:Tried to allocate|Requested\s*:) ([\d.]+) (bytes|[KMGT]iB)", str(error))
-        if isinstance(error, OutOfMemory) or asked is None:
-            return str(error)
-        unit = 1024 ** ("bytes", "KiB", "MiB", "GiB", "TiB").index(asked[2])
-        held = {} if self._engine is None else self._engine.arena.segments
-        return shortage(self.device, LIBRARIES, int(float(asked[1]) * unit), held)
-
-    def _remedy(self) -> str:
-        places = self._places | (set() if self._engine is None else {self._documents()})
-        room = min(self._room, capacity(self.device))
-        return remedy(self.config, self._setting, self.device.type, room, max(places, default=0), max(1, len(places)))
-
-    def _documents(self) -> int:
-        """Places for documents in the micro-step that was loaded last; 0: a row is one."""
-        documents = self.engine.batch.documents
-        return len(documents.boundaries) - 1 if documents.packed else 0
 
     # ---- queries
 
     @property
     def num_parameters(self) -> tuple[int, int]:
         """(trainable, total) numbers of parameters; a tied head counts once."""
-        state = self.engine.state
-        total = num_parameters(state.units)
-        return (num_parameters(state.adapters) if self.options.method == "lora" else total), total
+        total, lora = num_parameters(parameter_table(self.config)), self._lora
+        if lora is None:
+            return total, total
+        layers = range(self.config.num_hidden_layers)
+        adapters = num_parameters(tuple(adapter_unit(self.config, lora, layer) for layer in layers))
+        return adapters, total + adapters
 
-    @torch.no_grad()
     def parameters_finite(self) -> bool:
         """Whether no trained parameter is infinite or NaN. The loss of an update is measured before it, so a checkpoint
         of a finite loss may hold spoilt weights; this looks at the weights."""
-        values = (trained.param for trained in self.engine.state.trained.values())
-        return all(torch.isfinite(value).all() for value in values)
+        return all(self._call("parameters_finite"))
 
     def gpu_info(self) -> list[dict[str, Any]]:
         """One record a GPU: clocks, power, temperature, fan, memory, utilisation, throttling, PCIe; None on a CPU."""
-        return [device_info(self.device)]
+        return self._call("gpu_info")
+
+    def peak_memory(self) -> int:
+        """Bytes at the peak since the last call, the maximum over ranks: of a GPU's allocator, or on a CPU of the
+        process."""
+        return max(self._call("peak_memory"))
 
     def allocations(self, rank: int = 0) -> dict[str, dict[str, int]]:
         """{segment: {"device", "managed", "pinned", "pageable": bytes}} of one rank."""
-        self._check_rank(rank)
-        return self.engine.arena.allocations()
+        return self._call("allocations", rank=self._check_rank(rank))[0]
 
     def stack_info(self, rank: int = 0) -> dict[str, int]:
         """{name: high-water bytes} of one rank's scratch."""
-        self._check_rank(rank)
-        return self.engine.scratch.high_water()
+        return self._call("stack_info", rank=self._check_rank(rank))[0]
 
-    @torch.no_grad()
     def gradients(self, rank: int = 0) -> dict[str, torch.Tensor]:
-        """{Hugging Face or PEFT name: CPU tensor}: gradients of the loss *sum* since the last update, for debugging.
+        """{Hugging Face or PEFT name: CPU tensor}: one rank's gradients of the loss *sum* since the last update, for
+        debugging.
 
         Raises ConfigError unless called between step and update.
         """
         self._check_rank(rank)
-        engine = self.engine
-        if not engine.micro_steps:
+        if not self._micro_steps:
             raise ConfigError("gradients exist between step and update; call step first")
-        found = {}
-        for unit in engine.state.units:
-            for spec in unit.tensors if unit.name in engine.state.trained else ():
-                grad = engine.state.gradients.full(unit.name)[spec.name]
-                found |= {part.hf_name: grad[part.start : part.stop].cpu().clone() for part in spec.parts}
-        return found
+        return self._call("gradients", rank=rank)[0]
 
-    def _check_rank(self, rank: int) -> None:
-        if rank != 0:
-            raise ConfigError(f"rank must be below world_size 1, got {rank}")
+    def _check_rank(self, rank: int) -> int:
+        if not isinstance(rank, int) or not 0 <= rank < self.world_size:
+            raise ConfigError(f"rank must be below world_size {self.world_size}, got {rank}")
+        return rank
 
 
 def _positive(name: str, value: int) -> int:

@@ -1,0 +1,243 @@
+"""What ranks say to one another: collectives over flat buffers (NCCL on GPUs, Gloo on CPUs), and who is still there.
+
+A collective is started and waited for apart, so that it overlaps what is computed in between:
+
+    work = comm.reduce_scatter(whole, part)      it begins after what is issued so far
+    ...
+    work.wait()                                  what is issued from now on begins after it
+
+NCCL runs on a stream of its own and `wait` makes the current stream wait for it, not the host, so both may be captured
+in a CUDA graph. Gloo's threads begin at once, and there the host waits. Until then neither side's buffers may be
+touched. Buffers are contiguous; `whole` is as long as all ranks' parts, and `part` may be this rank's piece of it.
+
+The process group is torch.distributed's, but not its default one: a notebook that has that keeps it, and two trainers
+can live side by side. How ranks meet is in parallel/rendezvous.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from fullstride.errors import ConfigError
+
+LAST_WORD = "failed"  # the store's key
+
+
+class PeerLost(RuntimeError):
+    """A wait for another rank that cannot end well: that one is gone. A consequence, never the cause."""
+
+
+class Work(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> Any:
+        """Let what follows wait for it. Raises PeerLost where the host sees that it cannot end."""
+
+
+class Waiting(Protocol):
+    """Something of this rank's that waits for others."""
+
+    def abort(self) -> None:
+        """End these waits, from any thread."""
+
+
+class Done:
+    """Nothing is under way."""
+
+    def wait(self) -> None:
+        return None
+
+
+class _Issued:
+    def __init__(self, work: dist.Work) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        with _loses_peers():
+            self._work.wait()
+
+
+class Communicator:
+    """Rank `rank` of the `size` processes of `group`. Every rank makes the same calls in the same order.
+
+    One rank alone has no group: its collectives are moves. All methods raise PeerLost when another rank is known to be
+    gone.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1, group: Any = None, device: torch.device | None = None) -> None:
+        """group: a backend of torch.distributed (ProcessGroupNCCL, ProcessGroupGloo), whose tensors are on `device`."""
+        self.rank, self.size, self.lost, self.device = rank, size, False, device
+        self._group, self._store = group, None
+        self._others_wait: weakref.WeakSet[Waiting] = weakref.WeakSet()
+
+    # ---- collectives over flat buffers
+
+    def reduce_scatter(self, whole: torch.Tensor, part: torch.Tensor) -> Work:
+        """Overwrites part [n] with the sum over ranks of piece `rank` of their whole [size * n]."""
+        if self.size == 1:
+            return _move(whole, part)
+        return self._issue(lambda group: group._reduce_scatter_base(part, whole))
+
+    def all_gather(self, part: torch.Tensor, whole: torch.Tensor) -> Work:
+        """Overwrites whole [size * n] with all ranks' part [n], in order of rank."""
+        if self.size == 1:
+            return _move(part, whole)
+        return self._issue(lambda group: group._allgather_base(whole, part))
+
+    def all_to_all(self, sent: torch.Tensor, received: torch.Tensor) -> Work:
+        """Overwrites piece j of received [size * n] with piece `rank` of rank j's sent [size * n]."""
+        if self.size == 1:
+            return _move(sent, received)
+        return self._issue(lambda group: group.alltoall_base(received, sent, [], []))
+
+    def all_reduce(self, x: torch.Tensor, maximum: bool = False) -> Work:
+        """Overwrites x with its sum, or maximum, over ranks: the same bits on every rank, since each element is reduced
+        in one place and sent from there."""
+        if self.size == 1:
+            return Done()
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM  # type: ignore[assignment]
+        return self._issue(lambda group: group.allreduce([x], options))
+
+    def _issue(self, start: Callable[[Any], dist.Work]) -> Work:
+        self.check()
+        assert self._group is not None, "these ranks have not met"
+        with _loses_peers():
+            return _Issued(start(self._group))
+
+    # ---- between hosts
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's `value` (pickled), by rank, on every rank."""
+        if self.size == 1:
+            return [value]
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = torch.zeros(self.size, dtype=torch.int64, device=self.device)
+        sizes[self.rank] = len(data)
+        self.all_reduce(sizes).wait()
+        longest = int(sizes.max())
+        part, whole = (torch.zeros(n * longest, dtype=torch.uint8, device=self.device) for n in (1, self.size))
+        part[: len(data)] = data
+        self.all_gather(part, whole).wait()
+        pieces = zip(whole.cpu().view(self.size, longest), sizes.tolist(), strict=True)
+        return [pickle.loads(piece[:n].numpy().tobytes()) for piece, n in pieces]
+
+    def barrier(self) -> None:
+        """Return when every rank's host has come here."""
+        self.gather(None)
+
+    # ---- errors that not all ranks may meet
+
+    @contextmanager
+    def agreed(self) -> Iterator[None]:
+        """For checks that come before collectives: it ends when all ranks have made theirs. Where one's checks raise,
+        that one raises the same, and those that found nothing raise RuntimeError, and do not go on alone."""
+        try:
+            yield
+        except Exception as error:
+            self.gather(str(error))
+            raise
+        told = [f"rank {rank}: {error}" for rank, error in enumerate(self.gather(None)) if error is not None]
+        if told:
+            raise RuntimeError(f"only some ranks could go on; {told[0]}")
+
+    @contextmanager
+    def committed(self) -> Iterator[None]:
+        """For what follows: the others go on, so an error of the user's, which leaves all as it was, is none any more.
+        It is raised as RuntimeError, unless this rank is alone."""
+        try:
+            yield
+        except ConfigError as error:
+            if self.size == 1:
+                raise
+            raise RuntimeError("the ranks are not equal any more") from error
+
+    # ---- who is still there
+
+    def check(self) -> None:
+        """Raise PeerLost when a rank is known to be gone; for long work between collectives."""
+        if self.lost:
+            raise PeerLost("another rank is gone")
+
+    def abort(self) -> None:
+        """End this rank's waits, from any thread: another rank is gone.
+
+        Gloo notices by itself, when the connections close. NCCL's kernels would wait for ever.
+        """
+        self.lost = True
+        for waiting in list(self._others_wait):
+            waiting.abort()
+        self._end(self._group)
+
+    def aborts(self, waiting: Waiting) -> None:
+        """Let `abort` end the waits of `waiting` too, as long as that is in use."""
+        self._others_wait.add(waiting)
+
+    @property
+    def met(self) -> bool:
+        """Whether there are others, with whom there is contact."""
+        return self._group is not None
+
+    def close(self) -> None:
+        """Leave the group and free its ports. Graphs that captured its collectives must be gone."""
+        group, self._group, self._store = self._group, None, None
+        if not self.lost:
+            self._end(group)
+
+    def _end(self, group: Any) -> None:
+        if group is not None and self.device is not None and self.device.type == "cuda":
+            group.abort()
+
+    def watch(self, store: Any) -> None:
+        """From now on, end this rank's waits when another one has left a word with `tell` in `store`."""
+        self._store = store
+
+        def look() -> None:
+            while (store := self._store) is not None:
+                try:
+                    if store.check([LAST_WORD]):
+                        return self.abort()
+                except RuntimeError:  # the store is gone, and with it who started this process
+                    return self.abort()
+                del store
+                time.sleep(1)
+
+        threading.Thread(target=look, daemon=True).start()
+
+    def tell(self, word: Any) -> None:
+        """Leave the word of the first failure for the other ranks."""
+        if self._store is not None:
+            self._store.compare_set(LAST_WORD, "", pickle.dumps(word).hex())
+
+    def told(self, within: float) -> Any:
+        """The word of the first failure, waited for so many seconds; None without one."""
+        until = time.monotonic() + within
+        while self._store is not None and time.monotonic() < until:
+            with suppress(RuntimeError):
+                if self._store.check([LAST_WORD]):
+                    return pickle.loads(bytes.fromhex(self._store.get(LAST_WORD).decode()))
+            time.sleep(0.1)
+        return None
+
+
+@contextmanager
+def _loses_peers() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:  # torch's DistError is one
+        raise PeerLost(str(error)) from error
+
+
+def _move(source: torch.Tensor, target: torch.Tensor) -> Work:
+    if source.data_ptr() != target.data_ptr():
+        target.copy_(source)
+    return Done()

@@ -1,0 +1,209 @@
+"""From the Trainer to its workers: one interface, two channels, and what happens when a worker fails.
+
+    channel.send(command, args)     a worker begins (in this process: does) a command
+    channel.receive() -> Outcome    it has issued the command's work
+
+Both ends speak in pickles, which say themselves where they end. A worker's last word is a Failure, or silence.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import pickle
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from fullstride.errors import OutOfMemory, WorkerError
+from fullstride.parallel.comm import PeerLost
+from fullstride.trainer.setting import Setting
+
+Harmless = tuple[type[Exception], ...]
+PATIENCE = 5.0  # seconds for a process to end by itself
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A command that was done, or refused with nothing changed."""
+
+    value: Any = None
+    refusal: Exception | None = None
+
+
+def attempt(
+    run: Callable[[str, tuple[Any, ...]], Any], command: str, args: tuple[Any, ...], harmless: Harmless
+) -> Outcome:
+    """The outcome of `run(command, args)`. `harmless` are the errors that come before anything changes."""
+    try:
+        return Outcome(run(command, args))
+    except (OutOfMemory, PeerLost):
+        raise
+    except harmless as error:
+        return Outcome(refusal=error)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a rank is no longer usable."""
+
+    rank: int
+    story: str
+    memory: bool = False  # it ran out of memory
+    consequence: bool = False  # of another rank's failure, most likely
+
+    @classmethod
+    def of(cls, rank: int, error: BaseException) -> Failure:
+        if isinstance(error, OutOfMemory):
+            return cls(rank, str(error), memory=True)
+        text = "".join(traceback.format_exception(error))
+        return cls(rank, f"failed:\n{text}", consequence=isinstance(error, PeerLost))
+
+    def error(self) -> Exception:
+        return OutOfMemory(f"rank {self.rank}: {self.story}") if self.memory else WorkerError(self.rank, self.story)
+
+
+class TokenMemory:
+    """The tokens of one micro-step of all ranks, int32 [3, ranks, B, T]: inputs, targets, documents.
+
+    The caller writes before it sends a command, and workers have read when they answer it.
+    """
+
+    def __init__(self, world_size: int, setting: Setting, fd: int | None = None) -> None:
+        """fd: of `shared_memory`; None: memory of this process."""
+        shape = (3, world_size, setting.batch_size, setting.seq_len)
+        memory = bytearray(self.size(world_size, setting)) if fd is None else mmap.mmap(fd, 0)
+        self._array = np.frombuffer(memory, np.int32).reshape(shape)
+
+    @staticmethod
+    def size(world_size: int, setting: Setting) -> int:
+        """Bytes."""
+        return 3 * world_size * setting.tokens * 4
+
+    def write(self, *arrays: np.ndarray | None) -> None:
+        """Inputs, targets and, unless None, documents of all ranks, [ranks * B, T] each."""
+        for place, array in zip(self._array, arrays, strict=True):
+            if array is not None:
+                place[:] = array.reshape(place.shape)
+
+    def read(self, rank: int) -> np.ndarray:
+        """[3, B, T] of one rank."""
+        return self._array[:, rank]
+
+
+def shared_memory(size: int) -> int:
+    """A file descriptor of `size` bytes of memory that has no name, and so is gone with its last user."""
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create("fullstride")
+    else:  # macOS
+        with tempfile.TemporaryFile() as file:
+            fd = os.dup(file.fileno())
+    os.ftruncate(fd, size)
+    return fd
+
+
+class Channel(Protocol):
+    """The way to one rank."""
+
+    def send(self, command: str, args: tuple[Any, ...], harmless: Harmless) -> None: ...
+
+    def receive(self) -> Outcome: ...
+
+
+class LocalChannel:
+    """The way to the rank in this process."""
+
+    def __init__(self, run: Callable[[str, tuple[Any, ...]], Any]) -> None:
+        self._run, self._outcome = run, Outcome()
+
+    def send(self, command: str, args: tuple[Any, ...], harmless: Harmless) -> None:
+        self._outcome = attempt(self._run, command, args, harmless)
+
+    def receive(self) -> Outcome:
+        return self._outcome
+
+
+class SocketChannel:
+    """The way to a rank in a process of its own, which this starts."""
+
+    def __init__(self, rank: int, memory: int, fail: Callable[[Failure], None]) -> None:
+        """memory: of the tokens; `fail` is told when the rank fails, from a thread of this channel's."""
+        self.rank, self._fail = rank, fail
+        self._socket, theirs = socket.socketpair()
+        fds = (theirs.fileno(), memory)
+        words = [sys.executable, "-P", "-m", "fullstride.trainer.worker", *map(str, (rank, *fds, os.getpid()))]
+        path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
+        with theirs:
+            # a process group of its own: Ctrl-C is the caller's to answer
+            self._process = subprocess.Popen(
+                words, stdin=subprocess.DEVNULL, pass_fds=fds, process_group=0, env={**os.environ, "PYTHONPATH": path}
+            )
+        self._inbox: queue.SimpleQueue[Outcome | None] = queue.SimpleQueue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def send(self, command: str, args: tuple[Any, ...], harmless: Harmless) -> None:
+        self.post((command, args, harmless))
+
+    def post(self, message: Any) -> None:
+        """Send anything."""
+        try:
+            self._socket.sendall(pickle.dumps(message))
+        except OSError as error:
+            raise PeerLost(f"rank {self.rank} is gone") from error
+
+    def receive(self) -> Outcome:
+        outcome = self._inbox.get()
+        if outcome is None:
+            raise PeerLost(f"rank {self.rank} is gone")
+        return outcome
+
+    def _read(self) -> None:
+        answer: Any = None
+        try:
+            with self._socket.makefile("rb") as stream:
+                while isinstance(answer := pickle.load(stream), Outcome):
+                    self._inbox.put(answer)
+        except (OSError, EOFError, pickle.UnpicklingError):
+            answer = Failure(self.rank, self._death())
+        self._fail(answer)
+        self._inbox.put(None)
+
+    def _death(self) -> str:
+        try:
+            code = self._process.wait(PATIENCE)
+        except subprocess.TimeoutExpired:
+            return "closed its socket"
+        if code >= 0:
+            return f"exited with status {code}; what it wrote to stderr may say why"
+        name = signal.Signals(-code).name
+        return f"was killed by {name}" + (" (as when the machine runs out of memory)" if name == "SIGKILL" else "")
+
+    def end(self) -> None:
+        """Close the socket, upon which the process ends."""
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return  # it is closed at the other end
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def wait(self) -> None:
+        """Until the process is gone."""
+        try:
+            self._process.wait(PATIENCE)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._socket.close()

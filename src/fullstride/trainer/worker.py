@@ -1,0 +1,225 @@
+"""One rank: an engine, and the commands that the Trainer gives it.
+
+A rank that is alone lives in the caller's process. Several have processes of their own, started by trainer/channel as
+
+    python -m fullstride.trainer.worker RANK SOCKET MEMORY CALLER
+
+with a socket for commands and answers, memory for tokens (both inherited), and the caller's process id. Such a process
+lives as long as the caller's end of the socket: whatever ends the caller ends it too.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import pickle
+import queue
+import re
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fullstride.engine import checkpoint, weights_io
+from fullstride.engine.batch import HostBatch
+from fullstride.engine.plan import LIBRARIES
+from fullstride.engine.step import Engine
+from fullstride.errors import OutOfMemory
+from fullstride.memory.arena import capacity, free_memory, shortage
+from fullstride.model.spec import ModelConfig
+from fullstride.parallel.comm import Communicator
+from fullstride.parallel.rendezvous import join, serve
+from fullstride.trainer.channel import Failure, Outcome, TokenMemory, attempt
+from fullstride.trainer.remedy import remedy
+from fullstride.trainer.setting import DTYPES, Setting
+from fullstride.trainer.telemetry import PeakMemory, device_info
+
+
+class Worker:
+    """A rank's engine. The methods without underscore but `run` are commands.
+
+    Where memory is short, in any command, OutOfMemory names the segment, the missing bytes, and settings that fit.
+    """
+
+    def __init__(
+        self, config: ModelConfig, setting: Setting, comm: Communicator, device: torch.device, tokens: TokenMemory
+    ) -> None:
+        self.config, self.setting, self.comm, self.device, self._tokens = config, setting, comm, device, tokens
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        # bytes for us, before anything is ours
+        self._room, self._host_room = free_memory(device, 0), free_memory(torch.device("cpu"), 0)
+        self._places: set[int] = set()  # for documents, in the micro-steps so far: each number has graphs of its own
+        self.engine: Engine | None = None
+        with torch.no_grad(), self._memory():
+            self.engine = Engine(config, *setting.engine(config), device, comm)
+            if setting.options.method == "lora":
+                weights_io.init_adapters(self.engine, setting.options.seed)
+        self._peak_memory = PeakMemory(device)
+
+    def run(self, command: str, args: tuple[Any, ...]) -> Any:
+        """Do one command."""
+        with torch.no_grad(), self._memory():
+            return getattr(self, command)(*args)
+
+    @property
+    def _engine(self) -> Engine:
+        assert self.engine is not None, "commands come after construction"
+        return self.engine
+
+    # ---- weights
+
+    def import_weights(self, path: Path) -> None:
+        weights_io.import_weights(self._engine, path)
+
+    def init_weights(self, seed: int) -> None:
+        weights_io.init_weights(self._engine, seed)
+
+    def import_adapter(self, directory: Path) -> None:
+        weights_io.import_adapter(self._engine, directory)
+
+    def export_model(self, directory: Path, dtype: str, source: Path | None, overwrite: bool) -> None:
+        weights_io.export_model(self._engine, directory, DTYPES[dtype], source, overwrite)
+
+    def export_adapter(self, directory: Path, source: Path | None, overwrite: bool) -> None:
+        weights_io.export_adapter(self._engine, directory, source, overwrite)
+
+    def save_checkpoint(self, directory: Path, step: int, extra: dict[str, Any]) -> None:
+        checkpoint.save_checkpoint(self._engine, directory, step, extra)
+
+    def load_checkpoint(self, directory: Path, step: int | str) -> tuple[dict[str, Any], int]:
+        """What was saved as `extra`, and the number of the update."""
+        return checkpoint.load_checkpoint(self._engine, directory, step), self._engine.updates
+
+    # ---- training
+
+    def step(self, packed: bool, z_loss: float) -> None:
+        self._engine.micro_step(self._batch(packed), z_loss)
+        self._places.add(self._documents())
+
+    def validate(self, packed: bool) -> dict[str, float]:
+        return self._engine.validate(self._batch(packed))
+
+    def update(self, values: dict[str, Any]) -> dict[str, float]:
+        return self._engine.update(**values)
+
+    def discard(self) -> None:
+        self._engine.start_from(self._engine.updates)
+
+    def _batch(self, packed: bool) -> HostBatch:
+        inputs, targets, documents = self._tokens.read(self.comm.rank)
+        return HostBatch.of(inputs, targets, documents if packed else None)
+
+    # ---- queries
+
+    def gpu_info(self) -> dict[str, Any]:
+        return device_info(self.device)
+
+    def peak_memory(self) -> int:
+        return self._peak_memory()
+
+    def parameters_finite(self) -> bool:
+        values = (trained.param for trained in self._engine.state.trained.values())
+        return all(bool(torch.isfinite(value).all()) for value in values)
+
+    def allocations(self) -> dict[str, dict[str, int]]:
+        return self._engine.arena.allocations()
+
+    def stack_info(self) -> dict[str, int]:
+        return self._engine.scratch.high_water()
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        state, found = self._engine.state, {}
+        for unit in [unit for unit in state.units if unit.name in state.trained]:
+            views = state.gradient(unit)
+            for spec in unit.tensors:
+                found |= {part.hf_name: views[spec.name][part.start : part.stop] for part in spec.parts}
+        return found
+
+    # ---- memory
+
+    @contextmanager
+    def _memory(self) -> Iterator[None]:
+        """Tells what would fit when the work inside runs out of memory."""
+        try:
+            yield
+        except (OutOfMemory, torch.OutOfMemoryError) as error:
+            raise OutOfMemory(f"{self._shortage(error)}; {self._remedy()}") from error
+
+    def _shortage(self, error: Exception) -> str:
+        """What was missing. The arena says it itself; torch's allocator, for everything else, in words of its own."""
+        asked = re.search(r"(?:Tried to allocate|Requested\s*:) ([\d.]+) (bytes|[KMGT]iB)", str(error))
+        if isinstance(error, OutOfMemory) or asked is None:
+            return str(error)
+        unit = 1024 ** ("bytes", "KiB", "MiB", "GiB", "TiB").index(asked[2])
+        held = {} if self.engine is None else self.engine.arena.segments
+        return shortage(self.device, LIBRARIES, int(float(asked[1]) * unit), held)
+
+    def _remedy(self) -> str:
+        places = self._places | (set() if self.engine is None else {self._documents()})
+        room = min(self._room, capacity(self.device))
+        met = max(places, default=0), max(1, len(places))
+        return remedy(self.config, self.setting, self.device.type, room, self._host_room, *met)
+
+    def _documents(self) -> int:
+        """Places for documents in the micro-step that was loaded last; 0: a row is one."""
+        documents = self._engine.batch.documents
+        return len(documents.boundaries) - 1 if documents.packed else 0
+
+
+# ---- a process of its own
+
+
+def main(rank: int, socket_fd: int, memory_fd: int, caller: int) -> None:
+    """Serve rank `rank` until the caller's end of the socket closes."""
+    faulthandler.enable()
+    connection = socket.socket(fileno=socket_fd)
+    commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(connection, commands), daemon=True).start()
+    threading.Thread(target=_watch, args=(caller,), daemon=True).start()
+
+    def answer(value: Outcome | Failure) -> None:
+        connection.sendall(pickle.dumps(value))
+
+    try:
+        # the store is here, not in the caller's process: when workers die, waits for them end there
+        store = serve() if rank == 0 else None
+        answer(Outcome(store and store.port))
+        config, setting, world_size, port, device, threads = commands.get()
+        torch.set_num_threads(threads)
+        tokens = TokenMemory(world_size, setting, memory_fd)
+        worker = Worker(config, setting, join(port, rank, world_size, device), device, tokens)
+        answer(Outcome())
+        while True:
+            answer(attempt(worker.run, *commands.get()))
+    except BaseException as error:
+        with suppress(OSError):  # the caller is gone too
+            answer(Failure.of(rank, error))
+        os._exit(1)
+
+
+def _listen(connection: socket.socket, commands: queue.SimpleQueue[Any]) -> None:
+    """Read commands; end the process, whatever it is doing, when the caller's end is closed."""
+    try:
+        with connection.makefile("rb") as stream:
+            while True:
+                commands.put(pickle.load(stream))
+    finally:
+        os._exit(0)
+
+
+def _watch(caller: int) -> None:
+    """End with the caller also when a process that it forked still holds its end of the socket."""
+    while os.getppid() == caller:
+        time.sleep(1)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))
