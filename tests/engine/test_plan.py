@@ -61,18 +61,23 @@ def total(plan: dict[str, int]) -> int:
 
 
 def test_predictions_agree_with_what_was_measured() -> None:
-    """Peaks of torch's allocator on an H200: never above the prediction, which is at most 5 % too high (the operations
-    of attention differ in what they take, and the code of the libraries is not in the allocator's count)."""
+    """Peaks of torch's allocator on an H200: never above the prediction, nor below it by more than what it has for
+    libraries (the operations of attention differ in what they take, and code is not in the allocator's count)."""
     files = sorted(RESULTS.glob("h200-*-*.json"))
     assert len(files) >= 2
     for file in files:
         told = json.loads(file.read_text(encoding="utf-8"))
         master = "fp32" if told["method"] == "lora" else told["dtype"]
         dtypes = {"dtype": told["dtype"], "master_dtype": master, "m_dtype": "fp32", "v_dtype": "fp32"}
-        options = Options(method=told["method"], device="cuda", **dtypes)
+        keys = {
+            "head_chunks": told.get("head_chunks", 0),
+            "recompute": tuple(filter(None, told["recompute"].split(","))),
+        }
+        options = Options(method=told["method"], device="cuda", **dtypes, **keys)
         config, setting = preset(told["model"]), Setting(options, told["batch_size"], told["seq_len"], 1)
-        predicted = total(predict(config, *setting.engine(config)).device) / 1e9
-        assert told["peak_memory_gb"] < predicted < 1.05 * told["peak_memory_gb"], file.name
+        plan = predict(config, *setting.engine(config)).device
+        assert total(plan) - plan[LIBRARIES] < 1e9 * told["peak_memory_gb"] < total(plan), file.name
+        assert total(plan) < 1e9 * told["peak_memory_gb"] * (1.1 if keys["recompute"] else 1.05), file.name
 
 
 def test_libraries_keep_a_set_of_attention_for_every_shape() -> None:
