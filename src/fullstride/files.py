@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,7 +27,7 @@ def whole_directory(directory: Path, overwrite: bool = False) -> Iterator[Path]:
         raise ConfigError(f"{directory} is a file; choose another directory")
     if directory.is_dir() and any(directory.iterdir()) and not overwrite:
         raise ConfigError(f"{directory} is not empty; choose another directory or remove it first")
-    new, old = directory.with_name(f".{directory.name}.partial"), replaced(directory)
+    new, old = partial(directory), replaced(directory)
     if new.exists():  # left by a process that was killed
         shutil.rmtree(new)
     new.mkdir(parents=True)
@@ -46,6 +47,11 @@ def whole_directory(directory: Path, overwrite: bool = False) -> Iterator[Path]:
         shutil.rmtree(old)
 
 
+def partial(directory: Path) -> Path:
+    """Where whole_directory makes the new contents of `directory`."""
+    return directory.with_name(f".{directory.name}.partial")
+
+
 def replaced(directory: Path) -> Path:
     """Where the old contents of `directory` stand while whole_directory puts new ones in their place."""
     return directory.with_name(f".{directory.name}.replaced")
@@ -55,7 +61,18 @@ def replace_text(file: Path, text: str) -> None:
     """Write `text` beside `file`, then rename: a reader sees the old text or the new, never a part."""
     beside = file.with_name(f".{file.name}.partial")
     beside.write_text(text, encoding="utf-8")
+    sync(beside)
     beside.replace(file)
+    sync(file.parent)
+
+
+def sync(path: Path) -> None:
+    """Return when a file, or the list of names in a directory, is on the disk: it outlives a loss of power."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def save_tensors(tensors: dict[str, torch.Tensor], file: Path, metadata: dict[str, str] | None = None) -> None:

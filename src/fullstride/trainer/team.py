@@ -77,7 +77,8 @@ class Team:
         self._channels = [LocalChannel(self.worker.run), *self._sockets]
 
     def call(self, command: str, *args: Any, rank: int | None = None, writes: bool = False) -> list[Any]:
-        """What every rank's worker, or one rank's, answers to a command. `writes`: the first rank writes files.
+        """What every rank's worker, or one rank's, answers to a command. `writes`: files are written, and
+        the first rank speaks for all.
 
         Raises what the workers refused, if all did, and then nothing has changed. Anything else is a failure, which
         ends the team and is raised as WorkerError or OutOfMemory with the rank; but one that only this process took
@@ -140,6 +141,17 @@ class Team:
                     channel.wait()
                 self._changed.notify_all()
 
+    def end(self) -> None:
+        """`close`, when the checkpoint that is being written is whole. Raises OSError when it could not be written."""
+        try:
+            if self.worker is not None and self.worker.saving is not None and self.failure is None:
+                self._finish_saving()
+        finally:
+            self.close()
+
+    def _finish_saving(self) -> None:
+        self.call("finish_saving", writes=True)
+
     def close(self) -> None:
         """End the workers, and free what the rank in this process holds."""
         with self._changed:
@@ -172,6 +184,11 @@ class LaunchedTeam(Team):
             return [outcome]
         outcomes = self.comm.gather(outcome)
         return outcomes if rank is None else [outcomes[rank]]
+
+    def _finish_saving(self) -> None:
+        """Alone: a process may end because of an error that the others do not have."""
+        assert self.worker is not None
+        self.worker.finish_saving()
 
     def fail(self, failure: Failure) -> None:
         first = self.comm.told(CAUSE_WITHIN) if failure.consequence else None

@@ -76,7 +76,7 @@ class Trainer:
         setting = Setting(self.options, batch_size, seq_len, grad_accum)
         setting.engine(config)  # raises what is wrong with it here
         self._team = (LaunchedTeam if launched() else Team)(config, setting, self.world_size, self.device)
-        weakref.finalize(self, self._team.close)  # when it is dropped without `stop`
+        weakref.finalize(self, self._team.end)  # when it is dropped without `stop`
 
     @classmethod
     def from_pretrained(cls, path: str | Path, options: Options | None = None, **sizes: Any) -> Trainer:
@@ -92,10 +92,15 @@ class Trainer:
         self.stop()
 
     def stop(self) -> None:
-        """End the workers and free the model. Later calls raise ConfigError; a second stop does nothing."""
-        self._team.close()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        """End the workers and free the model. Later calls raise ConfigError; a second stop does nothing.
+
+        A checkpoint that is being written is finished first; OSError tells that it could not be.
+        """
+        try:
+            self._team.end()
+        finally:
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
 
     @property
     def engine(self) -> Engine:
@@ -110,7 +115,7 @@ class Trainer:
         return self._team.call(command, *args, rank=rank)
 
     def _write(self, command: str, *args: Any) -> None:
-        """All ranks hand over their parts of what the first one writes."""
+        """What all ranks write, or hand over to the first one, which speaks for them."""
         self._check_running()
         self._team.call(command, *args, writes=True)
 
@@ -153,17 +158,31 @@ class Trainer:
     def save_checkpoint(self, directory: str | Path, step: int, extra: dict[str, Any] | None = None) -> None:
         """The training state after update `step`, below `directory`; `extra` (JSON's types) comes back on loading.
 
-        Raises ConfigError between step and update: accumulated gradients are not part of a checkpoint.
+        With the option async_save this returns when every rank has copied its part to host memory, and threads write;
+        until that is done, `latest` in `directory` names the checkpoint before. See `finish_saving`.
+
+        Raises ConfigError between step and update: accumulated gradients are not part of a checkpoint; and OSError when
+        it cannot be written, for any rank.
         """
         if self.engine.micro_steps:
             raise ConfigError("save_checkpoint between step and update would lose the gradients; call update first")
-        self._write("save_checkpoint", Path(directory), step, extra or {})
+        self.finish_saving()
+        self._write("save_checkpoint", Path(directory).absolute(), step, extra or {})
+
+    def finish_saving(self) -> None:
+        """Return when the checkpoint that is being written, if any, is whole; OSError tells why it could not be.
+
+        The next save, a load and `stop` do the same first.
+        """
+        if self.options.async_save:
+            self._write("finish_saving")
 
     def load_checkpoint(self, directory: str | Path, step: int | str = checkpoint.LATEST) -> dict[str, Any]:
         """The training state of `step` (a number or "latest"); returns what was saved as `extra`.
 
         Under LoRA that is the adapters' state: the base comes from import_weights.
         """
+        self.finish_saving()
         extra = self._call("load_checkpoint", Path(directory).absolute(), step)[0]
         self._has_weights |= self.options.method == "full"  # under LoRA a checkpoint holds the adapters only
         return extra
