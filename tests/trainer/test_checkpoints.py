@@ -410,22 +410,20 @@ def kill_again_and_again(times: int, directory: Path) -> None:
             env={**os.environ, "PYTHONPATH": os.pathsep.join([str(SRC), str(SRC.parent)])},
         )
         assert caller.stdout is not None
-        first = caller.stdout.readline().split()
-        if not first:
+        told = [caller.stdout.readline().split()]
+        if not told[0]:
             raise AssertionError(caller.communicate()[1])
-        assert saved <= int(first[1]) <= begun, "a save that had returned is lost"
-        if i < times:
-            more = choose.randrange(2, 6)  # saves before the one that is cut short
-            while more:
-                more -= caller.stdout.readline().startswith("saving")
-            time.sleep(choose.uniform(0, 0.04))
+        assert saved <= int(told[0][1]) <= begun, "a save that had returned is lost"
+        more = choose.randrange(2, 6) if i < times else 0  # saves before the one that is cut short
+        while more:
+            told.append(caller.stdout.readline().split())
+            more -= told[-1][0] == "saving"
+        time.sleep(choose.uniform(0, 0.04))
         os.kill(choose.choice([caller.pid, *workers(caller.pid)]), signal.SIGKILL)
-        told = [line.split() for line in caller.communicate(timeout=20)[0].splitlines()]
+        told += [line.split() for line in caller.communicate(timeout=20)[0].splitlines()]
         assert caller.returncode
-        # what went before was printed by saves that came one after the other
-        numbers = {word: max((int(n) for what, n in told if what == word), default=0) for word in ("saving", "saved")}
-        begun = max(begun, numbers["saving"], int(first[1]) + 5)
-        saved = max(saved, numbers["saved"])
+        saved = max([saved, *(int(n) for what, n in told if what == "saved")])
+        begun = max([begun, *(int(n) for what, n in told if what == "saving")])
 
 
 def test_five_kills(tmp_path: Path) -> None:
