@@ -188,10 +188,12 @@ class Communicator:
         return self._group is not None
 
     def close(self) -> None:
-        """Leave the group and free its ports. Graphs that captured its collectives must be gone."""
+        """Leave the group and free its ports; for this rank the others are gone then. Graphs that captured its
+        collectives must be gone."""
         group, self._group, self._store = self._group, None, None
         if not self.lost:
             self._end(group)
+        self.lost = True
 
     def _end(self, group: Any) -> None:
         if group is not None and self.device is not None and self.device.type == "cuda":
