@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -39,14 +40,20 @@ def update(trainer: Trainer, seed: int = 1) -> dict[str, float]:
 
 
 def weights(trainer: Trainer) -> torch.Tensor:
-    """All parameters in a row, where every rank has them whole."""
-    state = trainer.engine.state
-    return torch.cat([state.tensor(u, t).flatten() for u in state.units for t in u.tensors])
+    """All parameters in a row, as they are exported."""
+    with tempfile.TemporaryDirectory() as directory:
+        trainer.export_model(directory, overwrite=True)
+        tensors = load_file(Path(directory, "model.safetensors"))
+    return torch.cat([tensors[name].flatten() for name in sorted(tensors)])
 
 
 def moments(trainer: Trainer) -> torch.Tensor:
-    """The first rank's."""
-    return torch.cat([moment for unit in trainer.engine.state.trained.values() for moment in (unit.m, unit.v)])
+    """All moments in a row, as they are saved: rank by rank."""
+    with tempfile.TemporaryDirectory() as directory:
+        trainer.save_checkpoint(directory, 0)
+        trainer.finish_saving()
+        files = [load_file(file) for file in sorted(Path(directory).rglob("*.safetensors"))]
+    return torch.cat([file[name] for file in files for name in sorted(file) if name.endswith((".m", ".v"))])
 
 
 # ---- what was, goes on
@@ -199,18 +206,41 @@ class TestRefused:
 # ---- in the background
 
 
+WAITS = """
+import pathlib, sys, threading, time
+import fullstride.engine.parts_io as parts_io
+write = parts_io.write_parts
+def wait_and_write(*args):
+    while pathlib.Path({gate!r}).exists():
+        time.sleep(0.01)
+    return write(*args)
+parts_io.write_parts = wait_and_write
+"""
+FIRST_RANK = """
+import sys
+if "fullstride.trainer.worker" in sys.orig_argv and sys.orig_argv[-4] == "0":
+    exec({code!r})
+"""
+
+
 class Held:
-    """Keeps the first rank's thread from writing until `go`."""
+    """Keeps the first rank of trainers that are made from now on from writing, between `hold` and `go`."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.go, write = threading.Event(), parts_io.write_parts
+    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        place = directory.with_name(f"{directory.name}-gate")
+        place.mkdir()
+        self._gate = place / "gate"
+        code = WAITS.format(gate=str(self._gate))
+        (place / "sitecustomize.py").write_text(FIRST_RANK.format(code=code))
+        monkeypatch.syspath_prepend(place)
+        monkeypatch.setattr(parts_io, "write_parts", parts_io.write_parts)  # which is undone at the end
+        exec(code, {})
 
-        def wait_and_write(*args: object) -> dict[str, int]:
-            assert threading.current_thread().name == "checkpoint"
-            assert self.go.wait(20)
-            return write(*args)  # type: ignore[arg-type]
+    def hold(self) -> None:
+        self._gate.touch()
 
-        monkeypatch.setattr(parts_io, "write_parts", wait_and_write)
+    def go(self) -> None:
+        self._gate.unlink()
 
 
 @pytest.mark.parametrize("gpus", [1, 2])
@@ -218,21 +248,21 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is written is the state at the call; `latest` names the one before until all of it is there."""
+    held = Held(tmp_path, monkeypatch)
     with make(gpus, async_save=True) as trainer:
         trainer.init_weights(seed=5)
         trainer.save_checkpoint(tmp_path, 1)
         trainer.finish_saving()
         update(trainer)
-        expected = weights(trainer).clone(), moments(trainer).clone()
-        with monkeypatch.context() as patch:
-            held = Held(patch)
-            trainer.save_checkpoint(tmp_path, 2, {"mark": 2})
-            for seed in (2, 3):
-                update(trainer, seed)
-            assert (tmp_path / "latest").read_text() == "step_00000001\n"
-            assert sorted(path.name for path in tmp_path.glob("*step*")) == [".step_00000002.partial", "step_00000001"]
-            held.go.set()
-            trainer.finish_saving()
+        expected = weights(trainer), moments(trainer)
+        held.hold()
+        trainer.save_checkpoint(tmp_path, 2, {"mark": 2})
+        for seed in (2, 3):
+            update(trainer, seed)
+        assert (tmp_path / "latest").read_text() == "step_00000001\n"
+        assert sorted(path.name for path in tmp_path.glob("*step*")) == [".step_00000002.partial", "step_00000001"]
+        held.go()
+        trainer.finish_saving()
         assert (tmp_path / "latest").read_text() == "step_00000002\n"
         assert not torch.equal(weights(trainer), expected[0])
         trainer.finish_saving()  # nothing is left to do
@@ -245,11 +275,12 @@ def test_training_goes_on_while_a_checkpoint_is_written(
 def test_what_waits_for_a_checkpoint_that_is_being_written(
     way: str, gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    held = Held(tmp_path, monkeypatch)
     trainer = make(gpus, async_save=True)
     trainer.init_weights(seed=5)
-    held = Held(monkeypatch)
+    held.hold()
     trainer.save_checkpoint(tmp_path, 1, {"mark": 1})
-    threading.Timer(0.2, held.go.set).start()
+    threading.Timer(0.2, held.go).start()
     if way == "save":
         trainer.save_checkpoint(tmp_path, 2)
         assert (tmp_path / "step_00000001" / "state.json").is_file()
@@ -278,7 +309,7 @@ def test_a_rank_that_cannot_write(way: str, rank: int, tmp_path: Path) -> None:
         trainer.init_weights(seed=5)
         trainer.save_checkpoint(tmp_path, 1, {"mark": 1})
         trainer.finish_saving()
-        process = workers()[0] if rank else os.getpid()
+        process = workers()[rank]
         limit(process, 400)  # a word to the first rank is less
         try:
             if not background:
@@ -296,7 +327,7 @@ def test_a_rank_that_cannot_write(way: str, rank: int, tmp_path: Path) -> None:
                 with pytest.raises(OSError, match=told):
                     call()
         finally:
-            if way != "stop" or not rank:
+            if way != "stop":
                 limit(process, resource.RLIM_INFINITY)
         assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_00000001"]
         if way == "stop":
@@ -309,18 +340,18 @@ def test_a_rank_that_cannot_write(way: str, rank: int, tmp_path: Path) -> None:
 
 
 def test_a_worker_is_killed_while_threads_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first rank's thread does not wait for it for ever, and takes away what is not whole."""
+    """Nobody waits for it for ever, and what is not whole is taken away."""
+    held = Held(tmp_path, monkeypatch)
     trainer = make(2, async_save=True)
     trainer.init_weights(seed=5)
-    held = Held(monkeypatch)
+    held.hold()
     trainer.save_checkpoint(tmp_path, 1)
     (note,) = (tmp_path / ".step_00000001.partial").parent.glob(".step*")
     until = time.monotonic() + 10
     while not (note / "rank-00001.json").is_file() and time.monotonic() < until:
         time.sleep(0.01)
     (note / "rank-00001.json").unlink()  # as if it had not come so far
-    os.kill(workers()[0], signal.SIGKILL)
-    held.go.set()
+    os.kill(workers()[1], signal.SIGKILL)
     with pytest.raises(WorkerError, match="rank 1 was killed by SIGKILL"):
         trainer.finish_saving()
     until = time.monotonic() + 5
@@ -381,8 +412,8 @@ config = ModelConfig(**{config!r})
 options = Options(device="cpu", dtype="fp32", async_save=background)
 trainer = Trainer(config, options, gpus=2, batch_size=1, seq_len=4)
 n = trainer.load_checkpoint(directory)["n"] if sys.argv[3] == "again" else 0
-loaded = weights(trainer).clone()
 if n:
+    loaded = weights(trainer)
     trainer.init_weights(seed=n)
     assert torch.equal(weights(trainer), loaded), "the weights are another checkpoint's"
 print("loaded", n, flush=True)
