@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -47,7 +48,7 @@ def whole_directory(directory: Path, overwrite: bool = False) -> Iterator[Path]:
 
 
 def partial(directory: Path) -> Path:
-    """Where the new contents of `directory` stand while whole_directory's caller writes them."""
+    """Where whole_directory makes the new contents of `directory`."""
     return directory.with_name(f".{directory.name}.partial")
 
 
@@ -67,7 +68,18 @@ def replace_text(file: Path, text: str) -> None:
     """Write `text` beside `file`, then rename: a reader sees the old text or the new, never a part."""
     beside = file.with_name(f".{file.name}.partial")
     beside.write_text(text, encoding="utf-8")
+    sync(beside)
     beside.replace(file)
+    sync(file.parent)
+
+
+def sync(path: Path) -> None:
+    """Return when a file, or the list of names in a directory, is on the disk: it outlives a loss of power."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def save_tensors(tensors: dict[str, torch.Tensor], file: Path, metadata: dict[str, str] | None = None) -> None:

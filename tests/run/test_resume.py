@@ -86,6 +86,29 @@ def test_checkpoints_are_kept_and_resumed_by_number(model_dir: Path, data_dir: P
     assert sorted(p.name for p in (out / "checkpoints").glob("step_*")) == ["step_00000004", "step_00000006"]
 
 
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_checkpoints_in_the_background(model_dir: Path, data_dir: Path, tmp_path: Path, gpus: int) -> None:
+    """The same run, the same checkpoints; each is logged, and an older one deleted, when it is whole."""
+    more = {"steps": 4, "save_every": 1, "keep": 2, "gpus": gpus, "batch_size": 2 // gpus}
+    run(model_dir, data_dir, tmp_path / "plain", **more)
+    run(model_dir, data_dir, tmp_path / "async", **more, async_save=True)
+    assert exact(tmp_path / "async") == exact(tmp_path / "plain")
+    for out in (tmp_path / "plain", tmp_path / "async"):
+        kept = [p.name for p in sorted((out / "checkpoints").iterdir())]
+        assert kept == ["latest", "step_00000003", "step_00000004"]
+        assert [e["step"] for e in read_events(out / "log.jsonl") if e["event"] == "checkpoint"] == [1, 2, 3, 4]
+    assert run(model_dir, data_dir, tmp_path / "async", **more | {"steps": 5, "async_save": False}).steps == 5
+
+
+def test_the_checkpoint_that_latest_names_is_kept(model_dir: Path, data_dir: Path, tmp_path: Path) -> None:
+    """Killed between the renaming of a folder and of `latest`: there is a newer one, which nothing has confirmed."""
+    out = tmp_path / "run"
+    run(model_dir, data_dir, out, steps=3, save_every=1, keep=3)
+    (out / "checkpoints" / "latest").write_text("step_00000001\n", encoding="utf-8")
+    directory_module.RunDirectory(out).prune(1)
+    assert [p.name for p in sorted((out / "checkpoints").iterdir())] == ["latest", "step_00000001", "step_00000003"]
+
+
 def test_a_finished_run_may_go_on_and_may_be_repeated(model_dir: Path, data_dir: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     first = run(model_dir, data_dir, out, steps=2)

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from fullstride import ConfigError, ModelConfig, Options, Trainer
-from fullstride.engine.checkpoint import steps
 from fullstride.trainer.telemetry import FIELDS
 
 CONFIG = ModelConfig(
@@ -489,26 +486,9 @@ def test_a_full_disk_is_an_oserror_and_leaves_nothing(tmp_path: Path, monkeypatc
         raise SafetensorError("I/O error: No space left on device")
 
     monkeypatch.setattr("fullstride.files.save_file", full)
-    trainer = make(method="lora")
-    for call in (lambda: trainer.save_checkpoint(tmp_path, 1), lambda: trainer.export_adapter(tmp_path / "adapter")):
-        with pytest.raises(OSError, match=r"safetensors: I/O error: No space left"):
-            call()
+    with pytest.raises(OSError, match=r"safetensors: I/O error: No space left"):
+        make(method="lora").export_adapter(tmp_path / "adapter")
     assert not list(tmp_path.iterdir())
-
-
-def test_foreign_folders_are_no_steps(tmp_path: Path) -> None:
-    make().save_checkpoint(tmp_path, 4)
-    for name in ("step_00000004_backup", "step_4", "step_x", "step_\u0664"):
-        shutil.copytree(tmp_path / "step_00000004", tmp_path / name)
-    assert steps(tmp_path) == [4]
-
-
-def test_a_damaged_latest_is_named(tmp_path: Path) -> None:
-    make().save_checkpoint(tmp_path, 3)
-    for damage in (b"\xff\xfe", b"../elsewhere\n", b""):
-        (tmp_path / "latest").write_bytes(damage)
-        with pytest.raises(ConfigError, match=r"latest"):
-            make().load_checkpoint(tmp_path)
 
 
 def test_a_trainer_without_weights_does_not_train() -> None:
@@ -517,14 +497,6 @@ def test_a_trainer_without_weights_does_not_train() -> None:
         for call in (trainer.step, trainer.validate):
             with pytest.raises(ConfigError, match="no weights yet; call import_weights or init_weights"):
                 call(*batch(1, 6, [4]))
-
-
-def test_a_lora_checkpoint_does_not_stand_for_the_base(tmp_path: Path) -> None:
-    make(method="lora").save_checkpoint(tmp_path, 1)
-    trainer = Trainer(CONFIG, Options(device="cpu", dtype="fp32", method="lora"), batch_size=1, seq_len=6)
-    trainer.load_checkpoint(tmp_path)
-    with pytest.raises(ConfigError, match="no weights yet"):
-        trainer.step(*batch(1, 6, [4]))
 
 
 @pytest.mark.parametrize("place", ["_backward_piece", "_update_piece"])
@@ -552,63 +524,7 @@ def test_stopped_trainer() -> None:
         trainer.step(*batch(1, 6, [4]))
 
 
-# ---- checkpoints
-
-
-def test_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
-    make().save_checkpoint(tmp_path, 3)
-    other = make(config=ModelConfig(**{**vars(CONFIG), "intermediate_size": 48}))
-    with pytest.raises(ConfigError, match="checkpoint of another model"):
-        other.load_checkpoint(tmp_path)
-    with pytest.raises(ConfigError, match="no checkpoint of step 4; there are: step_00000003"):
-        make().load_checkpoint(tmp_path, 4)
-
-
-def cut(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[:-100])
-
-
-def shrink(file: Path) -> None:
-    """One number instead of a buffer, which a copy would spread over all of it."""
-    save_file(load_file(file) | {"m": torch.ones(1)}, file)
-
-
-def lose(file: Path) -> None:
-    tensors = load_file(file)
-    del tensors["v"]
-    save_file(tensors, file)
-
-
-@pytest.mark.parametrize("damage", [cut, shrink, lose])
-def test_a_damaged_checkpoint_is_named_and_not_half_loaded(damage: Callable, tmp_path: Path) -> None:
-    trainer = make()
-    trainer.step(*batch(1, 6, [4]))
-    trainer.update(lr=1e-2)
-    trainer.save_checkpoint(tmp_path, 3)
-    damage(tmp_path / "step_00000003" / "head.safetensors")  # the last unit
-    other = make()
-    before = weights(other).clone()
-    with pytest.raises(ConfigError, match=r"head.safetensors"):
-        other.load_checkpoint(tmp_path)
-    assert torch.equal(weights(other), before)
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"step": "x"}'])
-def test_a_torn_record_is_named(text: str, tmp_path: Path) -> None:
-    make().save_checkpoint(tmp_path, 3)
-    (tmp_path / "step_00000003" / "state.json").write_text(text)
-    with pytest.raises(ConfigError, match=r"state.json: damaged"):
-        make().load_checkpoint(tmp_path)
-
-
-def test_latest_loads_when_a_replacement_was_cut_short(tmp_path: Path) -> None:
-    """Killed between the two renames that replace a folder: the old one stands under its other name."""
-    make().save_checkpoint(tmp_path, 3, {"mark": "old"})
-    (tmp_path / "step_00000003").rename(tmp_path / ".step_00000003.replaced")
-    assert make().load_checkpoint(tmp_path) == {"mark": "old"}
-    make().save_checkpoint(tmp_path, 3, {"mark": "new"})
-    assert make().load_checkpoint(tmp_path) == {"mark": "new"}
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_00000003"]
+# ---- precision
 
 
 def test_export_in_float32_has_the_masters_digits(tmp_path: Path) -> None:

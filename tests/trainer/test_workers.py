@@ -253,7 +253,7 @@ class TestAPair:
         monkeypatch.chdir(tmp_path)  # the workers are elsewhere
         with pytest.raises(OSError, match="file"):  # only the rank that writes meets it
             pair.save_checkpoint("file", 1)
-        with pytest.raises(ConfigError, match="extra must hold JSON's types"):
+        with pytest.raises(ConfigError, match="extra must hold what JSON can"):
             pair.save_checkpoint("run", 1, {"path": tmp_path})
         pair.save_checkpoint("run", 7, {"mark": 1})
         pair.export_model("model")
@@ -430,7 +430,7 @@ def test_a_worker_fails(
 MARKS = {"save_checkpoint": "latest", "export_model": "model.safetensors", "export_adapter": "adapter_config.json"}
 # what the first rank does when it writes, and the others when they hand over
 WRITES = {
-    "save_checkpoint": (("fullstride.engine.checkpoint", "save_tensors"), ("fullstride.engine.state", "State.in_turn")),
+    "save_checkpoint": (("fullstride.engine.parts_io", "write_parts"), ("fullstride.engine.parts_io", "write_parts")),
     "export_model": (("fullstride.engine.weights_io", "write_model"), ("fullstride.engine.state", "State.in_turn")),
     "export_adapter": (
         ("fullstride.engine.weights_io", "save_tensors"),

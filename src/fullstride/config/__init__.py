@@ -124,6 +124,9 @@ class Options:
     )
     graphs: bool = key(True, "on a GPU, micro-steps and updates run as CUDA graphs")
     head_chunks: int = key(0, "pieces of the LM head; 0: automatic", at_least=0)
+    async_save: bool = key(
+        False, "checkpoints are copied to host memory, and written while training goes on", may_change=True
+    )
     device: str = key("auto", "where it runs", choices=("auto", "cuda", "cpu"), may_change=True)
     seed: int = key(42, "seed of everything random", at_least=0, below=2**63)
 

@@ -1,25 +1,36 @@
 """Checkpoints of the training state: trained weights, masters, moments, and what the run wants to remember.
 
-    DIRECTORY/step_00000010/<unit>.safetensors   param, master, m, v: the unit's flat buffers
-    DIRECTORY/step_00000010/state.json           step, the model, the trainer's settings, the run's own record
+    DIRECTORY/step_00000010/shard-*.safetensors  param, master, m, v of the units' flat buffers: engine/parts_io
+    DIRECTORY/step_00000010/state.json           step, model, the trainer's settings, the files, the run's own record
     DIRECTORY/latest                             a text file with the newest folder's name
 
-A folder is written beside, then renamed; `latest` is replaced last. So whatever happens, `latest` names a whole one.
+Every rank writes an equal part of the state and reads what it holds, so the numbers of ranks may differ. A folder is
+written beside, then renamed; `latest` is replaced last. So whatever happens, `latest` names a whole one, after a loss
+of power too: what a name stands for is on the disk before the name is.
 """
 
 from __future__ import annotations
 
 import json
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fullstride.engine.step import Engine
 from fullstride.errors import ConfigError
-from fullstride.files import replace_text, replaced, save_tensors, whole_directory, write_json
-from fullstride.model.hf import Checkpoint
+from fullstride.files import partial, replace_text, replaced, sync, whole_directory, write_json
+from fullstride.parallel.shards import Part
 
 LATEST, STATE = "latest", "state.json"
+LOOK_EVERY = 0.05  # seconds, for other ranks' files
+
+Files = dict[str, int]  # bytes by name
 
 
 def _identity(engine: Engine) -> dict[str, Any]:
@@ -28,6 +39,14 @@ def _identity(engine: Engine) -> dict[str, Any]:
     lora = None if engine.lora is None else asdict(engine.lora)
     precision = {name: str(dtype) for name, dtype in asdict(engine.settings.precision).items()}
     return json.loads(json.dumps({"model": config, "lora": lora, "precision": precision}))
+
+
+def check_extra(extra: dict[str, Any]) -> None:
+    """Raise ConfigError for what a checkpoint cannot keep."""
+    try:
+        json.dumps(extra)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"extra must hold what JSON can: dict, list, str, numbers, bool, None ({error})") from None
 
 
 def checkpoint_name(step: int) -> str:
@@ -41,26 +60,137 @@ def steps(directory: str | Path) -> list[int]:
     return sorted(int(name[5:]) for name in names if name[5:].isdecimal() and name == checkpoint_name(int(name[5:])))
 
 
-def save_checkpoint(engine: Engine, directory: str | Path, step: int, extra: dict[str, Any]) -> Path:
-    """Write the state after update `step` below `directory`, replacing an old one of that step; returns the folder.
+def save_checkpoint(
+    engine: Engine, directory: str | Path, step: int, extra: dict[str, Any], background: bool = False
+) -> Saving | None:
+    """Write the state after update `step` below `directory`, replacing an old one of that step.
 
-    A collective: the first rank writes, the others hand over their parts. So a file says nothing of how many they are.
+    A collective. What the disk or the directory refuses is raised on the first rank only, which speaks for all, as
+    OSError or ConfigError. background: return when the state is copied to the host; a thread writes, until `finish`.
     """
     if step < 0:
         raise ConfigError(f"step counts updates and cannot be negative, got {step}")
-    directory = Path(directory)
-    folder = directory / checkpoint_name(step)
-    units = list(engine.state.trained)
-    with engine.state.in_turn(units, engine.state.whole_buffers) as whole:
-        if engine.comm.rank:
-            return folder
-        with whole_directory(folder, overwrite=True) as new:
-            for name in units:
-                save_tensors(whole(name), new / f"{name}.safetensors")
-            record = {"step": step, **_identity(engine), "extra": extra}
-            write_json(new / STATE, record)
-        replace_text(directory / LATEST, folder.name + "\n")
-    return folder
+    record = {"step": step, **_identity(engine), "extra": extra}
+    saving = Saving(engine, Path(directory), record)
+    if not saving.begin():
+        return None
+    if not background:
+        return saving.write(engine.comm.gather)
+    saving.start()
+    return saving
+
+
+class Saving:
+    """A checkpoint that is being written: each rank's own parts, and then on the first rank what makes it whole."""
+
+    def __init__(self, engine: Engine, directory: Path, record: dict[str, Any]) -> None:
+        self._comm, self._directory, self._record = engine.comm, directory, record
+        self._folder = directory / checkpoint_name(record["step"])
+        self._new = partial(self._folder)
+        self._parts = {unit: engine.state.share(unit) for unit in engine.state.trained}
+        self._end = ExitStack()  # on the first rank: the new folder is renamed, or on an error removed
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def begin(self) -> bool:
+        """Make the new folder; False where the first rank could not, which raises why. A collective."""
+        error = None
+        with ExitStack() as stack:
+            try:
+                if not self._comm.rank:
+                    stack.enter_context(whole_directory(self._folder, overwrite=True))
+            except (ConfigError, OSError) as refused:
+                error = refused
+            made = self._comm.gather(error is None)[0]
+            self._end = stack.pop_all()
+        if error is not None:
+            raise error
+        return made
+
+    def write(self, gather: Callable[[Files | OSError], list[Files | OSError]]) -> None:
+        """Write this rank's parts and, on the first rank, complete the checkpoint. gather: every rank's files, by rank,
+        for the first."""
+        with self._end:
+            found = gather(self._write_parts())
+            if not self._comm.rank:
+                self._complete(found)
+        if not self._comm.rank:
+            sync(self._directory)
+            replace_text(self._directory / LATEST, self._folder.name + "\n")
+
+    def _write_parts(self) -> Files | OSError:
+        from fullstride.engine.parts_io import file_names, write_parts
+
+        rank, size = self._comm.rank, self._comm.size
+        try:
+            if not self._new.is_dir():
+                raise FileNotFoundError("not there; the directory must be on a file system that all ranks share")
+            return write_parts(self._new, self._parts, rank, size, self._comm.check)
+        except OSError as error:
+            for file in self._new.glob(file_names(rank)):  # room for a word to the first rank, if the disk is full
+                file.unlink(missing_ok=True)
+            return OSError(f"{self._new}: rank {rank} could not write: {error}")
+
+    def _complete(self, found: list[Files | OSError]) -> None:
+        files: Files = {}
+        for rank, written in enumerate(found):
+            if isinstance(written, OSError):
+                raise written
+            for name, size in written.items():
+                if not (self._new / name).is_file() or (self._new / name).stat().st_size != size:
+                    raise OSError(f"{self._new / name}: rank {rank} wrote it, but rank 0 does not see it")
+            files |= written
+        write_json(self._new / STATE, self._record | {"files": files})
+        sync(self._new / STATE)
+        sync(self._new)
+
+    # ---- in a thread
+
+    def start(self) -> None:
+        """Copy this rank's parts to the host and begin to write them."""
+        from fullstride.engine import parts_io  # noqa: F401 (not imported by two threads at once)
+
+        self._parts = {
+            unit: {name: Part(part.values.to("cpu", copy=True), part.first, part.size) for name, part in parts.items()}
+            for unit, parts in self._parts.items()
+        }
+        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            with torch.no_grad():
+                self.write(self._gather_by_files)
+        except BaseException as error:  # raised by `finish`
+            self._error = error
+        self._parts = {}
+
+    def _gather_by_files(self, own: Files | OSError) -> list[Files | OSError]:
+        """As Communicator.gather, for the first rank, by files in the new folder: collectives are training's, and this
+        is another thread."""
+        if self._comm.rank:
+            told = {"error": str(own)} if isinstance(own, OSError) else {"files": own}
+            replace_text(self._note(self._comm.rank), json.dumps(told))
+            return []
+        found = [own]
+        for rank in range(1, self._comm.size):
+            while not self._note(rank).is_file():
+                self._comm.check()
+                time.sleep(LOOK_EVERY)
+            told = json.loads(self._note(rank).read_text(encoding="utf-8"))
+            found.append(OSError(told["error"]) if "error" in told else told["files"])
+            self._note(rank).unlink()
+        return found
+
+    def _note(self, rank: int) -> Path:
+        return self._new / f"rank-{rank:05d}.json"
+
+    def finish(self) -> None:
+        """Return when this rank's thread is done; raises what it met, the first rank also what others met."""
+        assert self._thread is not None
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
 
 
 def find_checkpoint(directory: str | Path, step: int | str = LATEST) -> Path:
@@ -85,36 +215,33 @@ def read_record(directory: str | Path, step: int | str = LATEST) -> tuple[dict[s
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
         int(record["step"])
+        if not all(Path(name).name == name and isinstance(size, int) for name, size in record["files"].items()):
+            raise ValueError("files")
         return record, record["extra"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{file}: damaged ({error!r}); resume from another step") from None
 
 
 def load_checkpoint(engine: Engine, directory: str | Path, step: int | str = LATEST) -> dict[str, Any]:
-    """Read a state back; returns what save_checkpoint was given as `extra`.
+    """Read a state back; returns what save_checkpoint was given as `extra`. A collective.
 
-    Raises ConfigError, before anything is read in, for a missing or damaged checkpoint and for one of another model,
-    adapter or precision.
+    Raises ConfigError, before anything is changed and on all ranks, for a missing or damaged checkpoint and for one of
+    another model, adapter or precision.
     """
-    state = engine.state
+    from fullstride.engine.parts_io import SavedParts
+
+    parts = {unit: engine.state.held(unit) for unit in engine.state.trained}
     with engine.comm.agreed():
         folder = find_checkpoint(directory, step)
         record, extra = read_record(directory, step)
         for key, value in _identity(engine).items():
             if record.get(key) != value:
                 raise ConfigError(f"{folder}: a checkpoint of another {key}: {record.get(key)}, this is {value}")
-        files = {name: Checkpoint(folder, f"{name}.safetensors") for name in state.trained}
-        for name, unit in state.trained.items():
-            for key in state.buffers(name):
-                if key not in files[name].names or files[name].shape(key) != (unit.layout.size,):
-                    raise ConfigError(
-                        f"{folder / name}.safetensors: {key} is missing or has another size; resume from another step"
-                    )
+        saved = SavedParts(folder, record["files"])
+        saved.check(parts)
     with engine.comm.committed():
-        state.weights.start_writing()
-        for name in state.trained:
-            for key in state.buffers(name):
-                state.load_buffer(name, key, files[name].get(key))
+        engine.state.weights.start_writing()
+        saved.read(parts)
         engine.parts_written()
     engine.start_from(int(record["step"]))
     return extra

@@ -33,7 +33,7 @@ from fullstride.parallel.gradients import (
     ShardedGradients,
     UnshardedGradients,
 )
-from fullstride.parallel.shards import ShardMap
+from fullstride.parallel.shards import Part, ShardMap
 from fullstride.parallel.transport import Zeros, make_transport
 from fullstride.parallel.weights import GatheredWeights, ReplicatedWeights, Views, WeightUnit
 
@@ -243,30 +243,20 @@ class State:
         precision = self._precision
         return precision.master if precision.master and unit.name in self.trained else precision.param
 
-    def buffers(self, unit: str) -> dict[str, torch.Tensor]:
+    def held(self, unit: str) -> dict[str, Part]:
         """What this rank keeps of a trained unit, by name: its parts of parameters, masters (if any) and moments."""
+        return self._cut(unit, self._maps[unit].unpadded(self.owners.rank))
+
+    def share(self, unit: str) -> dict[str, Part]:
+        """What this rank saves of that: an equal part of all ranks', whether they hold the whole or not."""
+        return self._cut(unit, ShardMap(self._maps[unit].size, self._comm.size).unpadded(self._comm.rank))
+
+    def _cut(self, unit: str, wanted: slice) -> dict[str, Part]:
         u = self.trained[unit]
+        own = slice(wanted.start - u.part.start, wanted.stop - u.part.start)
         named = {"param": u.param, "master": u.master, "m": u.m, "v": u.v}
-        return {name: buffer for name, buffer in named.items() if buffer is not None}
-
-    def whole_buffers(self, unit: str) -> dict[str, torch.Tensor]:
-        """The same of all ranks, in copies on the CPU: flat, without padding, so the same for any number of ranks. A
-        collective."""
-        found, sizes = {}, self._maps[unit]
-        for name, part in self.buffers(unit).items():
-            whole = part
-            if self.owners.size > 1:
-                whole = part.new_empty(sizes.whole)
-                self.owners.all_gather(part, whole).wait()
-            found[name] = whole[: sizes.size].cpu()
-        return found
-
-    def load_buffer(self, unit: str, name: str, whole: torch.Tensor) -> None:
-        """Take this rank's part of what `whole_buffers` gave: after `weights.start_writing()`."""
-        part, buffer = self.trained[unit].part, self.buffers(unit)[name]
-        own = whole[part]
-        buffer[: len(own)] = own  # the rest is padding
-        buffer[len(own) :] = 0
+        size = u.layout.size
+        return {name: Part(buffer[own], wanted.start, size) for name, buffer in named.items() if buffer is not None}
 
     @contextmanager
     def in_turn(self, units: Sequence[str], bring: Callable[[str], Brought]) -> Iterator[Callable[[str], Brought]]:

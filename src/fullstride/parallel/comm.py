@@ -77,6 +77,8 @@ class Communicator:
         """group: a backend of torch.distributed (ProcessGroupNCCL, ProcessGroupGloo), whose tensors are on `device`."""
         self.rank, self.size, self.lost, self.device = rank, size, False, device
         self._group, self._store = group, None
+        self._closed = threading.Event()
+        self._watcher: threading.Thread | None = None
         self._others_wait: weakref.WeakSet[Waiting] = weakref.WeakSet()
 
     # ---- collectives over flat buffers
@@ -188,10 +190,15 @@ class Communicator:
         return self._group is not None
 
     def close(self) -> None:
-        """Leave the group and free its ports. Graphs that captured its collectives must be gone."""
+        """Leave the group and free its ports; for this rank the others are gone then. Graphs that captured its
+        collectives must be gone."""
         group, self._group, self._store = self._group, None, None
+        self._closed.set()
+        if self._watcher is not None:  # one that is inside the store when the interpreter ends would abort the process
+            self._watcher.join()
         if not self.lost:
             self._end(group)
+        self.lost = True
 
     def _end(self, group: Any) -> None:
         if group is not None and self.device is not None and self.device.type == "cuda":
@@ -202,16 +209,15 @@ class Communicator:
         self._store = store
 
         def look() -> None:
-            while (store := self._store) is not None:
+            while not self._closed.wait(1):
                 try:
                     if store.check([LAST_WORD]):
                         return self.abort()
                 except RuntimeError:  # the store is gone, and with it who started this process
                     return self.abort()
-                del store
-                time.sleep(1)
 
-        threading.Thread(target=look, daemon=True).start()
+        self._watcher = threading.Thread(target=look, daemon=True)
+        self._watcher.start()
 
     def tell(self, word: Any) -> None:
         """Leave the word of the first failure for the other ranks."""

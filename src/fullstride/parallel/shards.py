@@ -1,8 +1,10 @@
-"""Which rank owns what of a flat buffer: pure values."""
+"""Which rank owns what of a flat buffer."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+import torch
 
 STEP = 256  # elements: as tensors in flat buffers are aligned, so that parts are in every dtype
 
@@ -12,8 +14,7 @@ class ShardMap:
     """A flat buffer of `size` elements (a multiple of STEP) shared out to `ranks` owners in equal parts.
 
     Parts are whole steps and the buffer is padded to `whole`, so that all are of one length; the padding holds zeros.
-    Without it they are what torch.chunk makes of the buffer as rows of STEP elements (so a DTensor [size / STEP, STEP]
-    in Shard(0) describes them without a word about padding).
+    Without it they are what torch.chunk makes of the buffer as rows of STEP elements.
     """
 
     size: int
@@ -35,3 +36,17 @@ class ShardMap:
     def owned(self, rank: int) -> slice:
         """The elements of the padded buffer that `rank` owns."""
         return slice(rank * self.part, (rank + 1) * self.part)
+
+    def unpadded(self, rank: int) -> slice:
+        """Those of them that are no padding."""
+        owned = self.owned(rank)
+        return slice(min(owned.start, self.size), min(owned.stop, self.size))
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece of a flat buffer of `size` elements, padding left out: `values` [n] are its elements from `first` on."""
+
+    values: torch.Tensor
+    first: int
+    size: int

@@ -136,9 +136,11 @@ class RunDirectory:
         return [self._delete(s) for s in reversed(later)]
 
     def prune(self, keep: int) -> None:
-        """Delete all but the newest `keep` checkpoints."""
+        """Delete all but the newest `keep` checkpoints, and the one that `latest` names."""
+        named = self.latest()
         for step in steps(self.checkpoints)[:-keep]:
-            self._delete(step)
+            if step != named:
+                self._delete(step)
 
     def _delete(self, step: int) -> str:
         # renamed first: a process that is killed meanwhile leaves nothing that looks like a checkpoint

@@ -109,6 +109,7 @@ class Run:
         self.job, self.config, self.trainer = job, job.config, trainer
         self.directory = job.directory
         self.done = self.saved = job.resume_step
+        self.saving = 0  # step of the checkpoint that is not known to be whole yet
         self.position = job.position
         self.eval_loss_before: float | None = state.get("eval_loss_before")
         self.eval_loss: float | None = None
@@ -299,19 +300,30 @@ class Run:
 
     def save(self) -> None:
         """A checkpoint of the last completed update, unless there is one."""
-        if self.saved == self.done:
+        if self.done in (self.saved, self.saving):
             return
         self.check_weights()
+        self.finish_saving()
         state = {
             "position": self.position,
             "inputs": self.job.inputs,
             "eval_loss_before": self.eval_loss_before,
         }
         self.trainer.save_checkpoint(self.directory.checkpoints, self.done, state)
-        self.saved = self.done
+        self.saving = self.done
+        if not self.config.async_save:
+            self.finish_saving()
+
+    def finish_saving(self) -> None:
+        """The checkpoint that is being written, if any, is whole when this returns, and older ones are deleted."""
+        if not self.saving:
+            return
+        step, self.saving = self.saving, 0
+        self.trainer.finish_saving()
+        self.saved = step
         if self.leads:
             self.directory.prune(self.config.keep)
-        self.log.write("checkpoint", step=self.done)
+        self.log.write("checkpoint", step=step)
 
     def end_epoch(self, epoch: int) -> None:
         """adapters/epoch_N, and adapter/ as the newest (a full model is exported once, at the end)."""
@@ -329,6 +341,7 @@ class Run:
         """Save what is complete, and say what that is; the unfinished window is dropped."""
         self.trainer.discard()
         self.save()
+        self.finish_saving()
         self.log.write("interrupted", step=self.done)
         kept = f"state of step {self.done} is saved" if self.done else "no update was complete, nothing to save"
         return f"interrupted: {kept}; resume with: fullstride finetune {self.directory.config_file}"
@@ -346,6 +359,7 @@ class Run:
         else:
             self.trainer.export_model(self.exported, self.config.export_dtype, overwrite=True)
             self.log.write("export", step=self.done, path=str(self.exported))
+        self.finish_saving()
         if self.leads:
             plot_loss(self.directory.path, self.eval_loss_before)
         self.log.write("end", step=self.done, loss=self.loss, eval_loss=self.eval_loss)

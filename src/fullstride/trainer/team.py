@@ -49,6 +49,7 @@ class Team:
     def __init__(self, config: ModelConfig, setting: Setting, world_size: int, device: torch.device) -> None:
         """device: of the rank in this process. Those in processes of their own have the GPUs in order, or the CPU."""
         self.world_size, self.device, self.closed = world_size, device, False
+        self.saving = False  # in the background
         self.failure: Failure | None = None
         self.worker: Worker | None = None
         self.tokens: TokenMemory | None = None
@@ -86,7 +87,8 @@ class Team:
         self._channels = [*self._sockets]
 
     def call(self, command: str, *args: Any, rank: int | None = None, writes: bool = False) -> list[Any]:
-        """What every rank's worker, or one rank's, answers to a command. `writes`: the first rank writes files.
+        """What every rank's worker, or one rank's, answers to a command. `writes`: files are written, and
+        the first rank speaks for all.
 
         Raises what the workers refused, if all did (or the first one, which writes), and then nothing has changed.
         Anything else is a failure, which ends the team and is raised as WorkerError or OutOfMemory with the rank; but
@@ -151,6 +153,17 @@ class Team:
                     channel.wait()
                 self._changed.notify_all()
 
+    def end(self) -> None:
+        """`close`, when the checkpoint that is being written is whole. Raises OSError when it could not be written."""
+        try:
+            if self.saving and self.failure is None and not self.closed:
+                self._finish_saving()
+        finally:
+            self.close()
+
+    def _finish_saving(self) -> None:
+        self.call("finish_saving", writes=True)
+
     def close(self) -> None:
         """End the workers, and free what the rank in this process holds."""
         with self._changed:
@@ -196,6 +209,11 @@ class LaunchedTeam(Team):
     def abandon(self, error: BaseException) -> None:
         if not self.closed:
             self._ended_by(error)
+
+    def _finish_saving(self) -> None:
+        """Alone: a process may end because of an error that the others do not have."""
+        assert self.worker is not None
+        self.worker.finish_saving()
 
     def _ended_by(self, error: BaseException) -> BaseException:
         if isinstance(error, Exception):  # Ctrl-C stays what it is

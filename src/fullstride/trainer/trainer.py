@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
-import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fullstride.config import LEAST_EPS, MOST_LR, Options, resolve_device
+from fullstride.config import Options, resolve_device
 from fullstride.config.rules import check_rules
 from fullstride.engine import checkpoint
 from fullstride.engine.limits import check_documents, check_sizes
@@ -24,12 +21,9 @@ from fullstride.files import discard_partial
 from fullstride.model.lora import adapter_unit
 from fullstride.model.spec import ModelConfig, num_parameters, parameter_table
 from fullstride.ops.cross_entropy import IGNORED
+from fullstride.trainer.arguments import Array, check_ids, check_values, plain, positive
 from fullstride.trainer.setting import DTYPES, Setting
 from fullstride.trainer.team import LaunchedTeam, Team, find_ranks, launched
-
-Array = np.ndarray | torch.Tensor
-# z_loss: its gradient is a multiple of the logits, which may be 1e4
-MOST = {"lr": MOST_LR, "z_loss": 1e6, "beta1": 1.0, "beta2": 1.0}
 
 
 class Trainer:
@@ -64,7 +58,7 @@ class Trainer:
                 "for a path: Trainer.from_pretrained"
             )
         batch_size, seq_len, grad_accum = (
-            _positive(name, value)
+            positive(name, value)
             for name, value in (("batch_size", batch_size), ("seq_len", seq_len), ("grad_accum", grad_accum))
         )
         self.config = config
@@ -74,6 +68,7 @@ class Trainer:
         self.options = dataclasses.replace(options, dp=self.world_size).resolved()
         self.batch_size, self.seq_len, self.grad_accum = batch_size, seq_len, grad_accum
         self._source: Path | None = None  # where the weights came from
+        self._saving: Path | None = None  # the checkpoint that is written in the background
         self._has_weights = False
         self._updates = self._micro_steps = 0  # done; since the last update
         self._supervised = 0  # tokens of all ranks since the last update
@@ -81,7 +76,7 @@ class Trainer:
         setting = Setting(self.options, batch_size, seq_len, grad_accum)
         self._lora, _ = setting.engine(config)  # raises what is wrong with it here
         self._team = (LaunchedTeam if launched() else Team)(config, setting, self.world_size, self.device)
-        weakref.finalize(self, self._team.close)  # when it is dropped without `stop`
+        weakref.finalize(self, self._team.end)  # when it is dropped without `stop`
 
     @classmethod
     def from_pretrained(cls, path: str | Path, options: Options | None = None, **sizes: Any) -> Trainer:
@@ -99,10 +94,15 @@ class Trainer:
         self.stop()
 
     def stop(self) -> None:
-        """End the workers and free the model. Later calls raise ConfigError; a second stop does nothing."""
-        self._team.close()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        """End the workers and free the model. Later calls raise ConfigError; a second stop does nothing.
+
+        A checkpoint that is being written is finished first; OSError tells that it could not be.
+        """
+        try:
+            self._team.end()
+        finally:
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
 
     @property
     def engine(self) -> Engine:
@@ -123,7 +123,7 @@ class Trainer:
         return self._team.call(command, *args, rank=rank)
 
     def _write(self, target: Path, command: str, *args: Any) -> None:
-        """All ranks hand over their parts of what the first one writes: the directory `target`, whole or not at all."""
+        """What all ranks write as the directory `target`, or hand over to the first one, which speaks for them."""
         self._check_running()
         try:
             self._team.call(command, *args, writes=True)
@@ -172,23 +172,38 @@ class Trainer:
     def save_checkpoint(self, directory: str | Path, step: int, extra: dict[str, Any] | None = None) -> None:
         """The training state after update `step`, below `directory`; `extra` (JSON's types) comes back on loading.
 
-        Raises ConfigError between step and update: accumulated gradients are not part of a checkpoint.
+        With the option async_save this returns when every rank has copied its part to host memory, and threads write;
+        until that is done, `latest` in `directory` names the checkpoint before. See `finish_saving`.
+
+        Raises ConfigError between step and update: accumulated gradients are not part of a checkpoint; and OSError when
+        it cannot be written, for any rank.
         """
-        try:
-            json.dumps(extra)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"extra must hold JSON's types: {error}") from None
+        checkpoint.check_extra(extra or {})
         self._check_running()
         if self._micro_steps:
             raise ConfigError("save_checkpoint between step and update would lose the gradients; call update first")
         within = Path(directory).absolute()
-        self._write(within / checkpoint.checkpoint_name(step), "save_checkpoint", within, step, extra or {})
+        target = within / checkpoint.checkpoint_name(step)
+        self.finish_saving()
+        self._write(target, "save_checkpoint", within, step, extra or {})
+        if self.options.async_save:
+            self._saving, self._team.saving = target, True
+
+    def finish_saving(self) -> None:
+        """Return when the checkpoint that is being written, if any, is whole; OSError tells why it could not be.
+
+        The next save, a load and `stop` do the same first.
+        """
+        if self._saving is not None:
+            target, self._saving, self._team.saving = self._saving, None, False
+            self._write(target, "finish_saving")
 
     def load_checkpoint(self, directory: str | Path, step: int | str = checkpoint.LATEST) -> dict[str, Any]:
         """The training state of `step` (a number or "latest"); returns what was saved as `extra`.
 
         Under LoRA that is the adapters' state: the base comes from import_weights.
         """
+        self.finish_saving()
         extra, self._updates = self._call("load_checkpoint", Path(directory).absolute(), step)[0]
         self._micro_steps = 0
         self._has_weights |= self.options.method == "full"  # under LoRA a checkpoint holds the adapters only
@@ -207,7 +222,7 @@ class Trainer:
         Raises ConfigError for arrays of another shape or dtype, ids outside the vocabulary, and more than grad_accum
         micro-steps without an update.
         """
-        _check_values(z_loss=z_loss)
+        check_values(z_loss=z_loss)
         self._check_running()
         if self._micro_steps >= self.grad_accum:
             raise ConfigError(f"{self.grad_accum} micro-steps (grad_accum) are done; call update before the next step")
@@ -246,8 +261,8 @@ class Trainer:
             raise ConfigError(
                 "no supervised token since the last update (all targets are -100): nothing to learn from; call discard"
             )
-        _check_values(lr=lr, eps=eps, weight_decay=weight_decay, grad_clip=grad_clip, beta1=beta1, beta2=beta2)
-        step = _positive("step", self._updates + 1 if step is None else step)
+        check_values(lr=lr, eps=eps, weight_decay=weight_decay, grad_clip=grad_clip, beta1=beta1, beta2=beta2)
+        step = positive("step", self._updates + 1 if step is None else step)
         rates = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
         told = self._or_stop(self._call, "update", {"step": step, "grad_clip": grad_clip, **rates})[0]
         self._updates, self._micro_steps, self._supervised = step, 0, 0
@@ -272,19 +287,12 @@ class Trainer:
         """The arguments as plain arrays, checked."""
         self._check_running()
         self._check_weights()
-        ids, labels = self._checked("inputs", inputs), self._checked("targets", targets)
-        numbers = None if documents is None else self._checked("documents", documents)
-        vocabulary = self.config.vocab_size
+        rows = self.world_size * self.batch_size
+        shape = rows, self.seq_len, "batch_size" if self.world_size == 1 else "world_size * batch_size"
+        ids, labels = plain("inputs", inputs, *shape), plain("targets", targets, *shape)
+        numbers = None if documents is None else plain("documents", documents, *shape)
         for name, values in (("inputs", ids), ("targets", labels)):
-            wrong = values.view(np.uint32) >= vocabulary  # negative numbers are large ones there
-            if name == "targets":
-                wrong &= values != IGNORED
-            if wrong.any():
-                row, column = np.argwhere(wrong)[0]
-                raise ConfigError(
-                    f"{name}[{row}, {column}] is {values[row, column]}: token ids must be below the embedding's "
-                    f"{vocabulary} rows; is this the model's tokenizer?"
-                )
+            check_ids(name, values, self.config.vocab_size)
         if numbers is not None:
             ends = np.count_nonzero(numbers[:, 1:] != numbers[:, :-1], axis=1).reshape(self.world_size, -1)
             check_documents(self.batch_size + int(ends.sum(1).max()), self.device.type)
@@ -293,23 +301,6 @@ class Trainer:
     def _check_weights(self) -> None:
         if not self._has_weights:
             raise ConfigError("the model has no weights yet; call import_weights or init_weights first")
-
-    def _checked(self, name: str, array: Array) -> np.ndarray:
-        expected = (self.world_size * self.batch_size, self.seq_len)
-        if isinstance(array, torch.Tensor):
-            if array.device.type != "cpu" or array.layout != torch.strided:
-                got = f"{str(array.layout).removeprefix('torch.')} tensor on {array.device}"
-                raise ConfigError(f"{name} must be a NumPy array or a CPU tensor, got a {got}")
-            array = array.numpy() if array.dtype == torch.int32 else array  # the message below names other dtypes
-        # np.memmap and other kinds of arrays hold plain numbers; a masked one does not say what its holes are
-        plain = np.asarray(array) if isinstance(array, np.ndarray) and not np.ma.isMaskedArray(array) else None
-        if plain is None or plain.shape != expected or plain.dtype != np.int32:
-            dtype, shape = getattr(array, "dtype", ""), list(getattr(array, "shape", ()))
-            got = type(array).__name__ if plain is None and not isinstance(array, torch.Tensor) else ""
-            told = " ".join(filter(None, (got, str(dtype).removeprefix("torch."), str(shape) if shape else "")))
-            rows = "batch_size" if self.world_size == 1 else "world_size * batch_size"
-            raise ConfigError(f"{name} must be int32 {list(expected)} ({rows}, seq_len), got {told}")
-        return plain
 
     # ---- queries
 
@@ -360,21 +351,3 @@ class Trainer:
         if not isinstance(rank, int) or not 0 <= rank < self.world_size:
             raise ConfigError(f"rank must be below world_size {self.world_size}, got {rank}")
         return rank
-
-
-def _positive(name: str, value: int) -> int:
-    if not isinstance(value, int | np.integer) or isinstance(value, bool) or not 1 <= value < 2**63:
-        raise ConfigError(f"{name} must be a positive integer below 2**63, got {value!r}")
-    return int(value)
-
-
-def _check_values(**values: float) -> None:
-    """Raise ConfigError for a value that would spoil the weights: eps 0 (in float32), for one, divides 0 by 0."""
-    for name, value in values.items():
-        if not isinstance(value, int | float | np.number):
-            raise ConfigError(f"{name} must be a number, got {value!r}")
-        least, most = LEAST_EPS if name == "eps" else 0.0, MOST.get(name, sys.float_info.max)
-        if not (least <= value <= most) or (name.startswith("beta") and value == 1):
-            rule = f"be at least {least} and finite" if name == "eps" else f"lie in [0, {MOST.get(name, math.inf)}"
-            end = "" if name == "eps" else "]" if name in ("lr", "z_loss") else ")"
-            raise ConfigError(f"{name} must {rule}{end}, got {value}")

@@ -57,6 +57,7 @@ class Worker:
         self._room, self._host_room = free_memory(device, 0), free_memory(torch.device("cpu"), 0)
         self._places: set[int] = set()  # for documents, in the micro-steps so far: each number has graphs of its own
         self.engine: Engine | None = None
+        self.saving: checkpoint.Saving | None = None  # in a thread
         with torch.no_grad(), self._memory():
             self.engine = Engine(config, *setting.engine(config), device, comm)
             if setting.options.method == "lora":
@@ -91,7 +92,14 @@ class Worker:
         weights_io.export_adapter(self._engine, directory, source, overwrite)
 
     def save_checkpoint(self, directory: Path, step: int, extra: dict[str, Any]) -> None:
-        checkpoint.save_checkpoint(self._engine, directory, step, extra)
+        assert self.saving is None, "the one before was not finished"
+        background = self.setting.options.async_save
+        self.saving = checkpoint.save_checkpoint(self._engine, directory, step, extra, background)
+
+    def finish_saving(self) -> None:
+        saving, self.saving = self.saving, None
+        if saving is not None:
+            saving.finish()
 
     def load_checkpoint(self, directory: Path, step: int | str) -> tuple[dict[str, Any], int]:
         """What was saved as `extra`, and the number of the update."""

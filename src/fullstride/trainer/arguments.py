@@ -1,0 +1,66 @@
+"""What the Trainer's calls take: numbers that do not spoil weights, and tokens as plain arrays."""
+
+from __future__ import annotations
+
+import math
+import sys
+
+import numpy as np
+import torch
+
+from fullstride.config import LEAST_EPS, MOST_LR
+from fullstride.errors import ConfigError
+from fullstride.ops.cross_entropy import IGNORED
+
+Array = np.ndarray | torch.Tensor
+# z_loss: its gradient is a multiple of the logits, which may be 1e4
+MOST = {"lr": MOST_LR, "z_loss": 1e6, "beta1": 1.0, "beta2": 1.0}
+
+
+def positive(name: str, value: int) -> int:
+    """`value` as an int. Raises ConfigError unless it is a whole number from 1 on."""
+    if not isinstance(value, int | np.integer) or isinstance(value, bool) or not 1 <= value < 2**63:
+        raise ConfigError(f"{name} must be a positive integer below 2**63, got {value!r}")
+    return int(value)
+
+
+def check_values(**values: float) -> None:
+    """Raise ConfigError for a value that would spoil the weights: eps 0 (in float32), for one, divides 0 by 0."""
+    for name, value in values.items():
+        if not isinstance(value, int | float | np.number):
+            raise ConfigError(f"{name} must be a number, got {value!r}")
+        least, most = LEAST_EPS if name == "eps" else 0.0, MOST.get(name, sys.float_info.max)
+        if not (least <= value <= most) or (name.startswith("beta") and value == 1):
+            rule = f"be at least {least} and finite" if name == "eps" else f"lie in [0, {MOST.get(name, math.inf)}"
+            end = "" if name == "eps" else "]" if name in ("lr", "z_loss") else ")"
+            raise ConfigError(f"{name} must {rule}{end}, got {value}")
+
+
+def plain(name: str, array: Array, rows: int, seq_len: int, rows_are: str) -> np.ndarray:
+    """`array` as int32 [rows, seq_len]. Raises ConfigError for anything else; rows_are: how `rows` is told."""
+    if isinstance(array, torch.Tensor):
+        if array.device.type != "cpu" or array.layout != torch.strided:
+            got = f"{str(array.layout).removeprefix('torch.')} tensor on {array.device}"
+            raise ConfigError(f"{name} must be a NumPy array or a CPU tensor, got a {got}")
+        array = array.numpy() if array.dtype == torch.int32 else array  # the message below names other dtypes
+    # np.memmap and other kinds of arrays hold plain numbers; a masked one does not say what its holes are
+    values = np.asarray(array) if isinstance(array, np.ndarray) and not np.ma.isMaskedArray(array) else None
+    if values is None or values.shape != (rows, seq_len) or values.dtype != np.int32:
+        dtype, shape = getattr(array, "dtype", ""), list(getattr(array, "shape", ()))
+        got = type(array).__name__ if values is None and not isinstance(array, torch.Tensor) else ""
+        told = " ".join(filter(None, (got, str(dtype).removeprefix("torch."), str(shape) if shape else "")))
+        raise ConfigError(f"{name} must be int32 {[rows, seq_len]} ({rows_are}, seq_len), got {told}")
+    return values
+
+
+def check_ids(name: str, values: np.ndarray, vocabulary: int) -> None:
+    """Raise ConfigError for the first of `values` that is no token id; -100 is one among targets."""
+    wrong = values.view(np.uint32) >= vocabulary  # negative numbers are large ones there
+    if name == "targets":
+        wrong &= values != IGNORED
+    if wrong.any():
+        row, column = np.argwhere(wrong)[0]
+        raise ConfigError(
+            f"{name}[{row}, {column}] is {values[row, column]}: token ids must be below the embedding's "
+            f"{vocabulary} rows; is this the model's tokenizer?"
+        )
