@@ -19,6 +19,7 @@ from fullstride.run import bench
 from fullstride.run.bench import check_trains, model_config, run_bench
 from fullstride.run.flops import lora_parameters, model_flops, peak_flops
 from fullstride.run.kinds import KINDS, TimeByKind
+from fullstride.trainer.setting import Setting
 from fullstride.trainer.trainer import Trainer
 from tests.run.conftest import TINY
 
@@ -89,7 +90,8 @@ def test_a_gpus_result_is_described_in_full(model_dir: Path) -> None:
     metrics = [{"loss": 2.0, "grad_norm": 1.0}, {"loss": 1.0, "grad_norm": 3.0}]
     rounds = [[1.0, 9.0, 1.0], [2.0, 2.0, 2.0], [4.0, 4.0, 0.0]]
     measured = bench.Measured(rounds, metrics, 3 * 10**9, [], 4 * 10**9, [0.5e-3, 7.0, 0.6e-3], kinds)
-    result = bench.described(config, TINY, Options(device="cpu").resolved(), 4, measured, (7, 9), ceiling=64.0)
+    setting = Setting(Options(device="cpu").resolved(), config.batch_size, config.seq_len, 4)
+    result = bench.described(config, TINY, setting, measured, (7, 9), ceiling=64.0)
     assert result["seconds_per_update"] == [1.0, 2.0, 4.0]
     assert result["tokens_per_sec"] == 4 * 2 * 8 / 2.0 and result["share_of_ceiling"] == 0.5
     assert result["host_ms_per_micro_step"] == pytest.approx(0.6)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from fullstride.config import Options, resolve_device
+from fullstride.config import resolve_device
 from fullstride.config.commands import BenchConfig
 from fullstride.engine.ceiling import bare_ceiling
 from fullstride.errors import ConfigError
@@ -113,7 +113,7 @@ def run_bench(config: BenchConfig) -> dict[str, Any]:
         head_chunk = -(-setting.tokens // setting.head_chunks(model))
         work = head_chunk, config.method == "full", DTYPES[config.dtype], config.attention == "flash4"
         ceiling = options.dp * bare_ceiling(model, config.batch_size, config.seq_len, *work)
-    result = described(config, model, options, grad_accum, measured, parameters, ceiling)
+    result = described(config, model, setting, measured, parameters, ceiling)
     print(table(result))
     if config.json:
         Path(config.json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
@@ -123,8 +123,7 @@ def run_bench(config: BenchConfig) -> dict[str, Any]:
 def described(
     config: BenchConfig,
     model: ModelConfig,
-    options: Options,
-    grad_accum: int,
+    setting: Setting,
     measured: Measured,
     parameters: tuple[int, int],
     ceiling: float | None,
@@ -132,6 +131,7 @@ def described(
     """The result as plain data: what ran, how fast, beside `ceiling` (tokens per second) where there is one."""
     medians = [statistics.median(seconds) for seconds in measured.rounds]
     seconds = statistics.median(medians)
+    options, grad_accum = setting.options, setting.grad_accum
     rows = grad_accum * config.batch_size * options.dp
     tokens = rows * config.seq_len
     flops = model_flops(model, options, tokens, rows * config.seq_len**2)
@@ -147,7 +147,7 @@ def described(
         "batch_size": config.batch_size,
         "seq_len": config.seq_len,
         "grad_accum": grad_accum,
-        "head_chunks": Setting(options, config.batch_size, config.seq_len, grad_accum).head_chunks(model),
+        "head_chunks": setting.head_chunks(model),
         "recompute": ",".join(options.recompute),
         "offload": ",".join(options.offload),
         "trainable_parameters": parameters[0],
