@@ -207,7 +207,47 @@ def test_positions_restart_in_every_document() -> None:
     host = HostBatch.of(np.zeros((2, 5), np.int32), np.full((2, 5), -100, np.int32), documents)
     assert host.positions.tolist() == [0, 1, 2, 0, 1, 0, 1, 2, 3, 4]
     assert host.boundaries.tolist() == [0, 3, 5, 10]
-    assert host.packed
+    assert host.packed and host.most == 3
+
+
+def test_ranks_with_other_documents_have_the_same_shapes() -> None:
+    """What chooses a CUDA graph is the same on all ranks: collectives are inside."""
+    from fullstride.engine.batch import DeviceBatch, HostBatch
+    from fullstride.memory.arena import Arena
+
+    device = DeviceBatch(Arena(torch.device("cpu")), 2, 50, 1, torch.float32)
+    shapes = set()
+    for starts in (range(0, 50, 5), [0], [0, 30]):
+        numbers = np.searchsorted(starts, np.arange(50), side="right").astype(np.int32)
+        host = HostBatch.of(*(np.zeros((2, 50), np.int32) for _ in range(2)), np.stack([numbers, numbers]), most=20)
+        device.load(host, (0, 0, 0), 0.0)
+        assert host.packed and len(host.boundaries) == 2 * len(starts) + 1
+        shapes.add((device.documents.packed, len(device.documents.boundaries)))
+    assert shapes == {(True, 33)}  # places grow by fours: 8, 32
+    numbers = np.zeros((4, 6), np.int32)
+    numbers[3] = range(6)  # of the second rank
+    with Trainer(CONFIG, Options(device="cpu", dtype="fp32"), gpus=2, batch_size=2, seq_len=6) as trainer:
+        trainer.init_weights()
+        assert [trainer._batch(numbers, numbers, d).most_documents for d in (None, numbers)] == [0, 7]
+
+
+@pytest.mark.parametrize("call", ["init_weights", "import_weights", "load_checkpoint"])
+def test_other_weights_forget_the_gradients(call: str, tmp_path: Path) -> None:
+    trainer = make(rows=2, seq_len=6)
+    trainer.export_model(tmp_path / "model")
+    trainer.save_checkpoint(tmp_path / "run", 1)
+    inputs, targets = batch(2, 6, [2, 2])
+    trainer.step(inputs, targets)
+    {
+        "init_weights": trainer.init_weights,
+        "import_weights": lambda: trainer.import_weights(tmp_path / "model"),
+        "load_checkpoint": lambda: trainer.load_checkpoint(tmp_path / "run"),
+    }[call]()
+    with pytest.raises(ConfigError, match="update needs at least one step"):
+        trainer.update(lr=1e-3)
+    trainer.step(inputs, np.full_like(targets, -100))
+    with pytest.raises(ConfigError, match="no supervised token"):
+        trainer.update(lr=1e-3)
 
 
 def test_packed_loss_equals_unpacked() -> None:

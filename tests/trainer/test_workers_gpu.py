@@ -53,6 +53,13 @@ def make(gpus: int, **options: Any) -> Trainer:
     return trainer
 
 
+def documents(seed: int) -> np.ndarray:
+    """Of numbers that differ among ranks, and from one micro-step to the next."""
+    generator = np.random.default_rng(seed)
+    numbers = [np.sort(generator.integers(0, most, SEQ_LEN)) for most in generator.integers(1, 40, ROWS)]
+    return np.stack(numbers).astype(np.int32)
+
+
 def batch(seed: int) -> tuple[np.ndarray, np.ndarray]:
     generator = np.random.default_rng(seed)
     inputs, targets = generator.integers(0, CONFIG.vocab_size, (2, ROWS, SEQ_LEN), dtype=np.int32)
@@ -60,12 +67,13 @@ def batch(seed: int) -> tuple[np.ndarray, np.ndarray]:
     return inputs, targets
 
 
-def train(trainer: Trainer, updates: int = 6) -> list[dict[str, float]]:
+def train(trainer: Trainer, updates: int = 6, packed: bool = False) -> list[dict[str, float]]:
     """Enough updates for graphs to be captured and replayed; the last window is short."""
     told = []
     for update in range(updates):
         for micro_step in range(1 if update == updates - 1 else 2):
-            trainer.step(*batch(2 * update + micro_step))
+            seed = 2 * update + micro_step
+            trainer.step(*batch(seed), documents(seed) if packed else None)
         told.append(trainer.validate(*batch(99)))
         told.append(trainer.update(lr=1e-3, eps=1e-4, weight_decay=0.1, grad_clip=1.0))
     return told
@@ -77,12 +85,14 @@ def weights(trainer: Trainer, directory: Path) -> torch.Tensor:
     return torch.cat([tensors[name].flatten() for name in sorted(tensors)])
 
 
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("sharing", SHARINGS, ids=str)
-def test_two_gpus_equal_one(sharing: dict[str, Any], tmp_path: Path) -> None:
+def test_two_gpus_equal_one(sharing: dict[str, Any], packed: bool, tmp_path: Path) -> None:
+    updates = 12 if packed else 6
     with make(1) as trainer:
-        expected, expected_weights = train(trainer), weights(trainer, tmp_path / "one")
+        expected, expected_weights = train(trainer, updates, packed), weights(trainer, tmp_path / "one")
     with make(2, **sharing) as trainer:
-        told, found = train(trainer), weights(trainer, tmp_path / "two")
+        told, found = train(trainer, updates, packed), weights(trainer, tmp_path / "two")
         assert len(trainer.gpu_info()) == 2
     for a, b in zip(told, expected, strict=True):
         assert a == pytest.approx(b, rel=TOLERANCE)
@@ -105,12 +115,11 @@ def test_a_worker_that_is_killed(zero: int) -> None:
     trainer = make(2, zero=zero)
     train(trainer, 4)
     trainer.step(*batch(1))
-    (worker,) = workers()
-    os.kill(worker, signal.SIGKILL)
+    os.kill(workers()[1], signal.SIGKILL)  # started in this order
     begin = time.monotonic()
     with pytest.raises(WorkerError, match="rank 1 was killed by SIGKILL"):
         trainer.step(*batch(2))
         trainer.update(lr=1e-3)
     assert time.monotonic() - begin < WITHIN and not workers()
-    with make(1) as alone:  # and this process's GPU is usable
+    with make(1) as alone:  # and the GPU is usable
         train(alone, 1)

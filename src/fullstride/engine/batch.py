@@ -30,7 +30,8 @@ class HostBatch:
     ids: np.ndarray
     positions: np.ndarray
     boundaries: np.ndarray
-    packed: bool
+    most: int  # documents of the rank that has the most
+    packed: bool  # whether that is more than one a row
     index: np.ndarray  # rows of the N tokens that are supervised
     targets: np.ndarray
 
@@ -40,8 +41,12 @@ class HostBatch:
         return len(self.index)
 
     @classmethod
-    def of(cls, inputs: np.ndarray, targets: np.ndarray, documents: np.ndarray | None) -> HostBatch:
-        """From int32 [B, T] arrays. A document is a run of equal numbers within a row; None: one document a row."""
+    def of(cls, inputs: np.ndarray, targets: np.ndarray, documents: np.ndarray | None, most: int = 0) -> HostBatch:
+        """From int32 [B, T] arrays. A document is a run of equal numbers within a row; None: one document a row.
+
+        most: documents of the rank that has the most, if that is not this one: ranks must issue the same collectives
+        from the same graphs, so what chooses a graph is the same on all of them.
+        """
         rows, seq_len = inputs.shape
         if documents is None:
             starts = np.arange(0, rows * seq_len, seq_len, dtype=np.int32)
@@ -58,7 +63,8 @@ class HostBatch:
             ids=inputs.reshape(-1),
             positions=positions,
             boundaries=np.append(starts, np.int32(rows * seq_len)),
-            packed=len(starts) > rows,
+            most=max(most, len(starts)),
+            packed=max(most, len(starts)) > rows,
             index=index,
             targets=flat[index],
         )
@@ -143,7 +149,7 @@ class DeviceBatch:
             target[: len(values)] = values
             target[len(values) :] = fill
         self._staging.send()
-        places = document_places(len(host.boundaries) - 1, self.rows, n) if host.packed else self.rows
+        places = document_places(host.most, self.rows, n) if host.packed else self.rows
         boundaries = self._boundaries[: places + 1]
         self.documents = Documents(boundaries, self.rows, self.seq_len, host.packed, **self._attention)
         self.head.num_chunks = -(-host.tokens // self.chunk)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -13,6 +14,18 @@ from fullstride.errors import ConfigError
 from fullstride.ops.cross_entropy import IGNORED
 
 Array = np.ndarray | torch.Tensor
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The tokens of one micro-step of all ranks, int32 [world_size * B, T]."""
+
+    inputs: np.ndarray
+    targets: np.ndarray
+    documents: np.ndarray | None
+    most_documents: int  # the most that a rank has; 0 without `documents`
+
+
 # z_loss: its gradient is a multiple of the logits, which may be 1e4
 MOST = {"lr": MOST_LR, "z_loss": 1e6, "beta1": 1.0, "beta2": 1.0}
 

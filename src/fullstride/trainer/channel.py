@@ -174,8 +174,10 @@ class SocketChannel:
             with self._socket.makefile("rb") as stream:
                 while isinstance(answer := pickle.load(stream), Outcome):
                     self._inbox.put(answer)
-        except (OSError, EOFError, pickle.UnpicklingError):
+        except (OSError, EOFError):
             answer = Failure(self.rank, self._death())
+        except Exception as error:  # what this process cannot rebuild
+            answer = Failure.of(self.rank, error)
         self._fail(answer)
         self._inbox.put(None)
 

@@ -10,13 +10,13 @@ import os
 import threading
 from typing import Any
 
-import numpy as np
 import torch
 
 from fullstride.errors import ConfigError
 from fullstride.model.spec import ModelConfig
 from fullstride.parallel.comm import Communicator, PeerLost
 from fullstride.parallel.rendezvous import join_launched
+from fullstride.trainer.arguments import Batch
 from fullstride.trainer.channel import (
     PATIENCE,
     Channel,
@@ -115,11 +115,11 @@ class Team:
             channel.send(command, args, WRITING if writes and i == 0 else REFUSALS)
         return [channel.receive() for channel in channels]
 
-    def call_on(self, arrays: tuple[np.ndarray | None, ...], command: str, *args: Any) -> list[Any]:
-        """`call` of a command on tokens: inputs, targets and documents of all ranks."""
+    def call_on(self, batch: Batch, command: str, *args: Any) -> list[Any]:
+        """`call` of a command on tokens."""
         assert self.tokens is not None, "a stopped team gets no calls"
-        self.tokens.write(*arrays)
-        return self.call(command, arrays[2] is not None, *args)
+        self.tokens.write(batch.inputs, batch.targets, batch.documents)
+        return self.call(command, batch.most_documents, *args)
 
     def agree(self, value: Any) -> list[Any]:
         """The `value` of every process that drives the ranks: of this one alone, or of all that torchrun started."""

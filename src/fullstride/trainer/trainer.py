@@ -21,7 +21,7 @@ from fullstride.files import discard_partial
 from fullstride.model.lora import adapter_unit
 from fullstride.model.spec import ModelConfig, num_parameters, parameter_table
 from fullstride.ops.cross_entropy import IGNORED
-from fullstride.trainer.arguments import Array, check_ids, check_values, plain, positive
+from fullstride.trainer.arguments import Array, Batch, check_ids, check_values, plain, positive
 from fullstride.trainer.setting import DTYPES, Setting
 from fullstride.trainer.team import LaunchedTeam, Team, find_ranks, launched
 
@@ -142,16 +142,19 @@ class Trainer:
     def import_weights(self, path: str | Path) -> None:
         """Weights of a Hugging Face directory (one or several safetensors). Raises ConfigError if they do not fit."""
         self._call("import_weights", Path(path).absolute())
+        self.discard()  # gradients of other weights
         self._source, self._has_weights = Path(path).absolute(), True
 
     def init_weights(self, seed: int | None = None) -> None:
         """Random weights: N(0, initializer_range), norms 1, biases 0. seed: the options' by default."""
         self._call("init_weights", self.options.seed if seed is None else seed)
+        self.discard()
         self._has_weights = True
 
     def import_adapter(self, directory: str | Path) -> None:
         """Adapters of a PEFT directory with the options' rank, alpha, targets and rslora."""
         self._call("import_adapter", Path(directory).absolute())
+        self.discard()
 
     def export_model(self, directory: str | Path, dtype: str = "", overwrite: bool = False) -> None:
         """A Hugging Face directory of the model, in training's precision or `dtype` (fp32, bf16).
@@ -205,7 +208,7 @@ class Trainer:
         """
         self.finish_saving()
         extra, self._updates = self._call("load_checkpoint", Path(directory).absolute(), step)[0]
-        self._micro_steps = 0
+        self._micro_steps = self._supervised = 0
         self._has_weights |= self.options.method == "full"  # under LoRA a checkpoint holds the adapters only
         return extra
 
@@ -226,15 +229,14 @@ class Trainer:
         self._check_running()
         if self._micro_steps >= self.grad_accum:
             raise ConfigError(f"{self.grad_accum} micro-steps (grad_accum) are done; call update before the next step")
-        arrays = self._arrays(inputs, targets, documents)
-        self._or_stop(self._team.call_on, arrays, "step", float(z_loss))
+        batch = self._batch(inputs, targets, documents)
+        self._or_stop(self._team.call_on, batch, "step", float(z_loss))
         self._micro_steps += 1
-        self._supervised += np.count_nonzero(arrays[1] != IGNORED)
+        self._supervised += np.count_nonzero(batch.targets != IGNORED)
 
     def validate(self, inputs: Array, targets: Array, documents: Array | None = None) -> dict[str, float]:
         """{"loss", "loss_1k", "tokens"} of a forward without dropout; legal at any time, changes nothing."""
-        arrays = self._arrays(inputs, targets, documents)
-        return self._team.call_on(arrays, "validate")[0]
+        return self._team.call_on(self._batch(inputs, targets, documents), "validate")[0]
 
     def update(
         self,
@@ -281,22 +283,22 @@ class Trainer:
             self.stop()
             raise
 
-    def _arrays(
-        self, inputs: Array, targets: Array, documents: Array | None
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """The arguments as plain arrays, checked."""
+    def _batch(self, inputs: Array, targets: Array, documents: Array | None) -> Batch:
+        """The arguments, checked."""
         self._check_running()
         self._check_weights()
         rows = self.world_size * self.batch_size
         shape = rows, self.seq_len, "batch_size" if self.world_size == 1 else "world_size * batch_size"
         ids, labels = plain("inputs", inputs, *shape), plain("targets", targets, *shape)
         numbers = None if documents is None else plain("documents", documents, *shape)
+        most = 0
         for name, values in (("inputs", ids), ("targets", labels)):
             check_ids(name, values, self.config.vocab_size)
         if numbers is not None:
             ends = np.count_nonzero(numbers[:, 1:] != numbers[:, :-1], axis=1).reshape(self.world_size, -1)
-            check_documents(self.batch_size + int(ends.sum(1).max()), self.device.type)
-        return ids, labels, numbers
+            most = self.batch_size + int(ends.sum(1).max())
+            check_documents(most, self.device.type)
+        return Batch(ids, labels, numbers, most)
 
     def _check_weights(self) -> None:
         if not self._has_weights:

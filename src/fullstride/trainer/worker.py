@@ -107,12 +107,13 @@ class Worker:
 
     # ---- training
 
-    def step(self, packed: bool, z_loss: float) -> None:
-        self._engine.micro_step(self._batch(packed), z_loss)
+    def step(self, documents: int, z_loss: float) -> None:
+        """documents: the most that a rank has; 0: every row is one. So in `validate`."""
+        self._engine.micro_step(self._batch(documents), z_loss)
         self._places.add(self._documents())
 
-    def validate(self, packed: bool) -> dict[str, float]:
-        return self._engine.validate(self._batch(packed))
+    def validate(self, documents: int) -> dict[str, float]:
+        return self._engine.validate(self._batch(documents))
 
     def update(self, values: dict[str, Any]) -> dict[str, float]:
         return self._engine.update(**values)
@@ -120,9 +121,9 @@ class Worker:
     def discard(self) -> None:
         self._engine.start_from(self._engine.updates)
 
-    def _batch(self, packed: bool) -> HostBatch:
+    def _batch(self, most: int) -> HostBatch:
         inputs, targets, documents = self._tokens.read(self.comm.rank)
-        return HostBatch.of(inputs, targets, documents if packed else None)
+        return HostBatch.of(inputs, targets, documents if most else None, most)
 
     # ---- queries
 
@@ -199,27 +200,37 @@ def main(rank: int, socket_fd: int, memory_fd: int, caller: int) -> None:
         # the store is here, not in the caller's process: when workers die, waits for them end there
         store = serve() if rank == 0 else None
         answer(Outcome(store and store.port))
-        config, setting, world_size, port, device, threads = commands.get()
+        config, setting, world_size, port, device, threads = _taken(commands)
         torch.set_num_threads(threads)
         tokens = TokenMemory(world_size, setting, memory_fd)
         worker = Worker(config, setting, join(port, rank, world_size, device), device, tokens)
         answer(Outcome())
         while True:
-            answer(attempt(worker.run, *commands.get()))
+            answer(attempt(worker.run, *_taken(commands)))
     except BaseException as error:
         with suppress(OSError):  # the caller is gone too
             answer(Failure.of(rank, error))
         os._exit(1)
 
 
+def _taken(commands: queue.SimpleQueue[Any]) -> Any:
+    command = commands.get()
+    if isinstance(command, Exception):
+        raise command
+    return command
+
+
 def _listen(connection: socket.socket, commands: queue.SimpleQueue[Any]) -> None:
     """Read commands; end the process, whatever it is doing, when the caller's end is closed."""
-    try:
-        with connection.makefile("rb") as stream:
-            while True:
+    with connection.makefile("rb") as stream, suppress(OSError, EOFError):
+        while True:
+            try:
                 commands.put(pickle.load(stream))
-    finally:
-        os._exit(0)
+            except (OSError, EOFError):
+                raise
+            except Exception as error:  # a class that this process cannot import, for one
+                commands.put(error)
+    os._exit(0)
 
 
 def _watch(caller: int) -> None:
