@@ -111,7 +111,7 @@ def of_model(m: Model) -> Iterator[Benchmark]:
         return lambda: scatter_rows(x, index, out)
 
     def drop() -> Call:
-        x, out, rng = randn(N, m.D), randn(N, m.D), torch.tensor([1, 2, 3], device="cuda")
+        x, out, rng = randn(N, m.D), randn(N, m.D), torch.tensor([1, 2, 3, 0], device="cuda")
         threshold = keep_threshold(0.1)
         return lambda: dropout(x, threshold, keep_scale(threshold), rng, 7, out)
 

@@ -119,7 +119,7 @@ def make_engine(
 ) -> Engine:
     """Our engine with the weights of a Hugging Face directory, everything but masters in `dtype`, on the CPU."""
     precision = Precision(dtype, master, dtype, dtype)
-    values = {"head_chunks": 3, **settings}
+    values = {"head_chunks": 3, "grad_accum": 4, **settings}
     engine = Engine(
         ModelConfig.from_pretrained(directory),
         lora,

@@ -124,26 +124,24 @@ class RankTrainer:
     ) -> None:
         """batch_size: of this rank. changed: fields of the engine's settings that the options do not have."""
         lora, settings = Setting(options.resolved(), batch_size, seq_len, grad_accum).engine(config)
-        self.comm, self.batch_size = comm, batch_size
+        self.batch_size = batch_size
         self.engine = Engine(config, lora, replace(settings, **changed), torch.device("cpu"), comm)
         if lora is not None:
             weights_io.init_adapters(self.engine, options.seed)
 
-    def _own(self, array: np.ndarray | None) -> np.ndarray | None:
-        first = self.comm.rank * self.batch_size
-        return None if array is None else array[first : first + self.batch_size]
-
-    def batch(self, inputs: np.ndarray, targets: np.ndarray, documents: np.ndarray | None = None) -> HostBatch:
-        """This rank's rows of all ranks' arrays."""
-        return HostBatch.of(*map(self._own, (inputs, targets, documents)))  # type: ignore[arg-type]
+    def batches(self, inputs: np.ndarray, targets: np.ndarray, documents: np.ndarray | None = None) -> list[HostBatch]:
+        """This rank's rows of all ranks' arrays, by micro-batch."""
+        rows, first = self.engine.settings.rows, self.engine.mesh.dp.rank * self.batch_size
+        parts = [slice(start, start + rows) for start in range(first, first + self.batch_size, rows)]
+        return [HostBatch.of(inputs[p], targets[p], None if documents is None else documents[p]) for p in parts]
 
     def step(
         self, inputs: np.ndarray, targets: np.ndarray, documents: np.ndarray | None = None, z_loss: float = 0.0
     ) -> None:
-        self.engine.micro_step(self.batch(inputs, targets, documents), z_loss)
+        self.engine.micro_step(self.batches(inputs, targets, documents), z_loss)
 
     def validate(self, *arrays: Any) -> dict[str, float]:
-        return self.engine.validate(self.batch(*arrays))
+        return self.engine.validate(self.batches(*arrays))
 
     def update(self, **hyper: float) -> dict[str, float]:
         return self.engine.update(step=self.engine.updates + 1, **hyper)  # type: ignore[arg-type]

@@ -43,12 +43,12 @@ def test_loss_and_every_gradient(family: str, tied: bool, dtype: torch.dtype, tm
     with torch.no_grad():
         for seed in (1, 2):  # the second micro-step adds to the first's gradients
             inputs, targets = random_batch(2, 13, seed)
-            engine.micro_step(HostBatch.of(inputs, targets, None), z_loss=2**-10)
+            engine.micro_step([HostBatch.of(inputs, targets, None)], z_loss=2**-10)
     losses = [loss_sum(oracle, *random_batch(2, 13, seed), z_loss=2**-10) for seed in (1, 2)]
     sum(losses).backward()
     bound = BOUNDS[dtype]
     plain = sum(loss_sum(oracle, *random_batch(2, 13, seed)) for seed in (1, 2))
-    assert engine._stats[0].item() == pytest.approx(plain.item(), rel=bound)  # reported without z-loss
+    assert engine.tools.stats[0].item() == pytest.approx(plain.item(), rel=bound)  # reported without z-loss
     ours = gradients(engine)
     theirs = {name: p.grad for name, p in oracle.named_parameters() if p.grad is not None}
     assert ours.keys() == theirs.keys()
@@ -130,10 +130,10 @@ def test_lora_gradients_equal_pefts(family: str, lora: LoraSettings, dtype: torc
     with torch.no_grad():
         import_adapter(engine, tmp_path / "adapter")
         for seed in (1, 2):
-            engine.micro_step(HostBatch.of(*random_batch(2, 13, seed), None), z_loss=0.0)
+            engine.micro_step([HostBatch.of(*random_batch(2, 13, seed), None)], z_loss=0.0)
     total = sum(loss_sum(wrapped, *random_batch(2, 13, seed)) for seed in (1, 2))
     total.backward()
-    assert engine._stats[0].item() == pytest.approx(total.item(), rel=BOUNDS[dtype])
+    assert engine.tools.stats[0].item() == pytest.approx(total.item(), rel=BOUNDS[dtype])
     ours = gradients(engine)
     theirs = {n.replace(".default", ""): p.grad for n, p in wrapped.named_parameters() if p.grad is not None}
     assert ours.keys() == theirs.keys()
@@ -161,7 +161,7 @@ def test_ten_updates_equal_torch(tied: bool, dtype: torch.dtype, tmp_path: Path)
         optimizer.step()
         with torch.no_grad():
             for batch in batches:
-                engine.micro_step(HostBatch.of(*batch, None), z_loss=0.0)
+                engine.micro_step([HostBatch.of(*batch, None)], z_loss=0.0)
             told = engine.update(step=step, grad_clip=0.5, lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-3, weight_decay=0.1)
         assert told["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
         assert told["tokens"] == tokens

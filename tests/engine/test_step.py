@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-import fullstride.engine.step as step_module
+import fullstride.engine.stage as stage_module
 from fullstride.engine.batch import HostBatch
 from fullstride.engine.checkpoint import load_checkpoint, save_checkpoint
 from fullstride.engine.step import Engine
@@ -27,7 +27,7 @@ def directory(tmp_path: Path) -> Path:
 
 def micro_step(engine: Engine) -> None:
     with torch.no_grad():
-        engine.micro_step(HostBatch.of(*random_batch(2, 13), None), z_loss=0.0)
+        engine.micro_step([HostBatch.of(*random_batch(2, 13), None)], z_loss=0.0)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_attention_outputs_alive_at_once(
     engine = make_engine(directory, torch.float32, rows=2, seq_len=13, recompute=frozenset(recompute))
     alive: list[weakref.ref] = []
     counts: list[int] = []
-    original = step_module.attention_fwd
+    original = stage_module.attention_fwd
 
     def counted(*args: Any) -> Any:
         out, state = original(*args)
@@ -48,9 +48,9 @@ def test_attention_outputs_alive_at_once(
         counts.append(sum(ref() is not None for ref in alive))
         return out, state
 
-    monkeypatch.setattr(step_module, "attention_fwd", counted)
+    monkeypatch.setattr(stage_module, "attention_fwd", counted)
     micro_step(engine)
-    del engine.saved  # nothing else holds them
+    del engine.stages  # nothing else holds them
     assert max(counts) == most
 
 
@@ -79,7 +79,7 @@ def test_no_input_gradient_below_the_lowest_adapter(targets: tuple[str, ...], pr
         count += b.data_ptr() in frozen and b.stride(1) == 1
         matmul(a, b, out, **options)
 
-    engine.matmul = counted
+    engine.tools.matmul = counted
     micro_step(engine)
     assert count == products
 
@@ -122,7 +122,7 @@ def test_folded_adapters_follow_every_change(targets: tuple[str, ...], directory
     def adapters() -> list[torch.Tensor]:
         found = []
         for layer in range(engine.config.num_hidden_layers):
-            w = engine.block(layer)
+            w = engine.tools.block(layer)
             for linear in (w.qkv, w.o, w.gate_up, w.down):
                 if linear.adapter is None:
                     assert linear.extended is None

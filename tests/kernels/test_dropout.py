@@ -15,7 +15,7 @@ from tests.kernels.place import Place, assert_close, assert_spare_untouched, hig
 def test_dropout(place: Place, num_rows: int, width: int, p: float, accumulate: bool, strided: bool) -> None:
     from fullstride.kernels.dropout import dropout
 
-    x, rng, number = place.randn(num_rows, width), torch.tensor([11, 2, 1]), stream(DROPOUT, 9)
+    x, rng, number = place.randn(num_rows, width), torch.tensor([11, 2, 1, 0]), stream(DROPOUT, 9)
     out = place.randn(num_rows, width) if accumulate else place.poisoned(num_rows, width)
     if strided:
         x, out = place.spaced(x), place.spaced(out)
@@ -36,11 +36,11 @@ def test_first_row(place: Place) -> None:
     """The rows of another rank: the elements before them are counted, beyond 32 bits too."""
     from fullstride.kernels.dropout import dropout
 
-    x, rng, number = place.randn(37, 136), torch.tensor([11, 2, 1]), stream(DROPOUT, 9)
+    x, number = place.randn(37, 136), stream(DROPOUT, 9)
     threshold = keep_threshold(0.5)
     for first_row in (3, 2**26):
-        out = place.poisoned(37, 136)
-        dropout(x, threshold, keep_scale(threshold), place.put(rng), number, out, first_row=first_row)
-        expected = dropout_ref(high(x), 0.5, rng, number, first_row)
+        out, rng = place.poisoned(37, 136), torch.tensor([11, 2, 1, first_row])
+        dropout(x, threshold, keep_scale(threshold), place.put(rng), number, out)
+        expected = dropout_ref(high(x), 0.5, rng, number)
         assert_close(out, expected)
         assert torch.equal(out.cpu() != 0, expected != 0)

@@ -11,7 +11,7 @@ N = 100_000
 
 def mask(step: int = 1, micro_step: int = 0, tensor: int = 2, p: float = 0.25) -> torch.Tensor:
     ones = torch.ones(N // 100, 100)
-    return dropout_ref(ones, p, torch.tensor([3, step, micro_step]), stream(DROPOUT, tensor)).flatten().double()
+    return dropout_ref(ones, p, torch.tensor([3, step, micro_step, 0]), stream(DROPOUT, tensor)).flatten().double()
 
 
 @pytest.mark.parametrize("p", [0.05, 0.25, 0.9])
@@ -45,7 +45,7 @@ def test_the_same_mask_again() -> None:
 
 def test_rows_have_noise_of_their_own_on_whatever_rank() -> None:
     """Ranks number their rows within all ranks' rows: exact, for a width that 8 does not divide too."""
-    x, rng = torch.randn(6, 13), torch.tensor([3, 1, 0])
+    x, rng = torch.randn(6, 13), torch.tensor([3, 1, 0, 0])
     whole = dropout_ref(x, 0.4, rng, 5)
     assert torch.equal(dropout_ref(x[:4], 0.4, rng, 5), whole[:4])
-    assert torch.equal(dropout_ref(x[4:], 0.4, rng, 5, first_row=4), whole[4:])
+    assert torch.equal(dropout_ref(x[4:], 0.4, torch.tensor([3, 1, 0, 4]), 5), whole[4:])

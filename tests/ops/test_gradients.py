@@ -207,7 +207,7 @@ def test_norm() -> None:
 
 def test_dropout_is_its_own_backward() -> None:
     """It is linear, with the same mask both ways: <dropout(x), y> = <x, dropout(y)>; accumulating adds."""
-    x, y, rng = randn(11, 7), randn(11, 7), torch.tensor([1, 2, 3])
+    x, y, rng = randn(11, 7), randn(11, 7), torch.tensor([1, 2, 3, 0])
     dropped_x, dropped_y = empty(11, 7), y.clone()
     dropout(x, 0.3, rng, 5, dropped_x)
     dropout(y, 0.3, rng, 5, dropped_y, accumulate=True)

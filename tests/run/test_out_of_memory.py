@@ -35,7 +35,7 @@ def test_finetune_names_a_setting_that_works(
         def fails(*_: object) -> None:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 12.00 MiB. GPU 0 has")
 
-        monkeypatch.setattr("fullstride.engine.step.attention_fwd", fails)
+        monkeypatch.setattr("fullstride.engine.stage.attention_fwd", fails)
     assert main(command(model_dir, data_dir, tmp_path / "run")) == 1
     told = capsys.readouterr().err
     assert told.startswith("fullstride: error: out of memory on cpu: segment '") and told.count("\n") == 1

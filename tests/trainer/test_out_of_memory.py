@@ -219,7 +219,7 @@ def test_what_libraries_allocate(call: str, raised: Exception, asked: str, monke
     """torch's error from outside of the arena gets the same message; step and update stop the trainer."""
     trainer = make(ACTIVE, options_of(), batch_size=4, seq_len=64)
     ids = torch.zeros(4, 64, dtype=torch.int32).numpy()
-    target = {"update": "fullstride.engine.optimizer.adamw"}.get(call, "fullstride.engine.step.attention_fwd")
+    target = {"update": "fullstride.engine.optimizer.adamw"}.get(call, "fullstride.engine.stage.attention_fwd")
     if call == "update":
         trainer.step(ids, ids)
     torch_fails(monkeypatch, target, raised)
@@ -247,7 +247,7 @@ def test_other_errors_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = make(ACTIVE, options_of(), batch_size=1, seq_len=16)
     ids = torch.zeros(1, 16, dtype=torch.int32).numpy()
     raised = RuntimeError("CUDA error: an illegal memory access was encountered")
-    torch_fails(monkeypatch, "fullstride.engine.step.attention_fwd", raised)
+    torch_fails(monkeypatch, "fullstride.engine.stage.attention_fwd", raised)
     with pytest.raises(RuntimeError) as error:
         trainer.step(ids, ids)
     assert error.value is raised

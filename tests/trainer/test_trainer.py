@@ -220,7 +220,7 @@ def test_ranks_with_other_documents_have_the_same_shapes() -> None:
     for starts in (range(0, 50, 5), [0], [0, 30]):
         numbers = np.searchsorted(starts, np.arange(50), side="right").astype(np.int32)
         host = HostBatch.of(*(np.zeros((2, 50), np.int32) for _ in range(2)), np.stack([numbers, numbers]), most=20)
-        device.load(host, (0, 0, 0), 0.0)
+        device.load(host, (0, 0, 0, 0), 0.0)
         assert host.packed and len(host.boundaries) == 2 * len(starts) + 1
         shapes.add((device.documents.packed, len(device.documents.boundaries)))
     assert shapes == {(True, 33)}  # places grow by fours: 8, 32
@@ -548,7 +548,8 @@ def test_interrupted_in_a_call(place: str, monkeypatch: pytest.MonkeyPatch) -> N
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(trainer.engine, place, interrupt)
+    target = trainer.engine.stages[0] if place == "_backward_piece" else trainer.engine
+    monkeypatch.setattr(target, place, interrupt)
     with pytest.raises(KeyboardInterrupt):
         trainer.step(inputs, targets)
         trainer.update(lr=1e-3)

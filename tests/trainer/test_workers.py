@@ -354,7 +354,7 @@ PLACES = {
     "start": (STEP, "Engine.__init__"),
     "small": ("fullstride.memory.arena", "_physical_memory"),
     "meeting": ("fullstride.parallel.rendezvous", "_group"),
-    "step": (STEP, "Engine._backward_piece"),
+    "step": ("fullstride.engine.stage", "Stage._backward_piece"),
     "gather": ("fullstride.parallel.weights", "GatheredWeights.get"),
     "exchange": ("fullstride.parallel.transport", "Copies.exchange"),
     "validate": (STEP, "Engine.validate"),

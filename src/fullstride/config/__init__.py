@@ -103,11 +103,14 @@ class Options:
     zero: int = key(1, "what data-parallel ranks share out (0 to 3)", at_least=0, at_most=3, may_change=True)
     dp: int = key(0, "data-parallel ranks; automatic: what remains of gpus", at_least=0, may_change=True)
     tp: int = key(1, "tensor-parallel ranks", now=(1,), may_change=True)
-    pp: int = key(1, "pipeline stages", now=(1,), may_change=True)
+    pp: int = key(1, "ranks of a pipeline, among which layers are dealt out", at_least=1, may_change=True)
     pp_schedule: str = key(
-        "1f1b", "pipeline schedule", choices=("1f1b", "gpipe", "interleaved", "zb-h1"), now=("1f1b",)
+        "1f1b", "order of a pipeline's work", choices=("1f1b", "gpipe", "interleaved", "zb-h1"), may_change=True
     )
-    microbatches: int = key(0, "micro-batches per micro-step; automatic: batch-size", now=(0,), may_change=True)
+    pp_chunks: int = key(0, "stages a rank, with pp-schedule = interleaved; automatic: 2", at_least=0, may_change=True)
+    microbatches: int = key(
+        0, "micro-batches per micro-step, in a pipeline; automatic: batch-size", at_least=0, may_change=True
+    )
     grad_reduce: str = key("reduce-scatter", "how gradients are reduced", choices=("reduce-scatter", "all-to-all"))
     gather_by: str = key(
         "nccl", "what gathers weights that ranks share out: NCCL, or copy engines", choices=("nccl", "copy")
@@ -149,7 +152,7 @@ class Options:
 
     def _ranks(self) -> int:
         """As far as these keys tell."""
-        return self.dp or 1
+        return (self.dp or 1) * self.pp * self.tp
 
     def resolved(self) -> Self:
         """The same configuration with everything automatic decided (this looks at the machine)."""
@@ -164,7 +167,8 @@ class Options:
             self,
             device=device,
             dtype=dtype,
-            dp=self._ranks(),
+            dp=self._ranks() // (self.pp * self.tp),
+            pp_chunks=(self.pp_chunks or 2) if self.pp_schedule == "interleaved" else 1,
             matmul=self.matmul or dtype,
             grad_dtype=self.grad_dtype or dtype,
             master_dtype=self.master_dtype or ("fp32" if self.method == "lora" else dtype),

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rule:
-    """What may not be: `broken` says so of options `o` and the number of ranks (1 where it is not known yet), `told`
-    is the rule, what came, and what to set instead, with {o.KEY} and {ranks} for values."""
+    """What may not be: `broken` says so of options `o` and the number of data-parallel ranks (1 where it is not known
+    yet), `told` is the rule, what came, and what to set instead, with {o.KEY} and {ranks} for values."""
 
     broken: Callable[[Options, int], bool]
     told: str
@@ -41,7 +41,32 @@ RULES = (
     ),
     Rule(
         lambda o, ranks: o.dp not in (0, ranks),
-        "dp is the number of GPUs, as nothing else splits the work; got dp = {o.dp} and gpus = {ranks}; leave dp out",
+        "dp is what remains of gpus after pp and tp; got dp = {o.dp}, where {ranks} remain; leave dp out",
+    ),
+    Rule(
+        lambda o, ranks: o.pp == 1 and (o.pp_schedule != "1f1b" or o.microbatches > 0),
+        "pp-schedule and microbatches concern pipelines, pp = 2 or more; got pp = 1, pp-schedule = {o.pp_schedule}, "
+        "microbatches = {o.microbatches}; set pp, or leave them out",
+    ),
+    Rule(
+        lambda o, ranks: (o.pp_chunks == 1) == (o.pp_schedule == "interleaved") and o.pp_chunks > 0,
+        "pp-chunks is 2 or more with pp-schedule = interleaved, and 1 else; got pp-chunks = {o.pp_chunks} and "
+        "pp-schedule = {o.pp_schedule}; leave pp-chunks out",
+    ),
+    Rule(
+        lambda o, ranks: o.pp_schedule == "zb-h1" and bool(o.recompute),
+        "pp-schedule = zb-h1 computes weights' gradients later than recompute computes again what they need; "
+        "got recompute = {o.recompute}; leave recompute out, or set pp-schedule = 1f1b",
+    ),
+    Rule(
+        lambda o, ranks: o.pp_schedule == "zb-h1" and ((o.zero >= 2 and ranks > 1) or "grads" in o.offload),
+        "pp-schedule = zb-h1 needs whole gradients on the GPU, zero = 0 or 1 and no offload; got zero = {o.zero}, "
+        "offload = {o.offload}; set zero = 1 and leave offload out, or set pp-schedule = 1f1b",
+    ),
+    Rule(
+        lambda o, ranks: o.pp_schedule == "zb-h1" and o.dtype == "bf16" and o.grad_dtype == "fp32",
+        "pp-schedule = zb-h1 adds gradients up in dtype; got grad-dtype = fp32 beside dtype = bf16; "
+        "leave grad-dtype out, or set pp-schedule = 1f1b",
     ),
     Rule(
         lambda o, ranks: o.grad_reduce == "all-to-all" and o.zero < 2,
@@ -71,8 +96,15 @@ RULES = (
 )
 
 
-def check_rules(options: Options, ranks: int) -> None:
-    """Raise UsageError for the first rule that `options` over `ranks` ranks break."""
+def check_rules(options: Options, gpus: int) -> None:
+    """Raise UsageError for the first rule that `options` over `gpus` ranks break."""
+    model = options.pp * options.tp
+    if gpus % model:
+        raise UsageError(
+            f"gpus must be a multiple of pp x tp; got gpus = {gpus}, pp = {options.pp} and tp = {options.tp}; "
+            f"set gpus = {-(-gpus // model) * model}"
+        )
+    ranks = gpus // model
     for rule in RULES:
         if rule.broken(options, ranks):
             raise UsageError(rule.told.format(o=options, ranks=ranks))

@@ -115,7 +115,8 @@ def _arrays(layout: FlatLayout, buffer: torch.Tensor) -> dict[str, np.ndarray]:
 class DeviceBatch:
     """The static buffers of one micro-batch of `rows` x `seq_len` tokens, filled by one copy.
 
-    ids, positions: int32 [N]; rng: int64 [3] (seed, step, micro-step: ops/rounding); z_loss: one element, float32.
+    ids, positions: int32 [N]; rng: int64 [4] (seed, step, micro-step, first row: ops/dropout); z_loss: one element,
+    float32.
     """
 
     def __init__(
@@ -127,7 +128,7 @@ class DeviceBatch:
         self.chunk = -(-n // head_chunks)
         m = self.chunk * head_chunks
         # int32 words, rng first: int64 must be aligned; every part starts at 256 bytes, as attention's kernels want
-        sizes = {"rng": 6, "z_loss": 1, "ids": n, "positions": n, "index": m, "targets": m, "boundaries": n + 1}
+        sizes = {"rng": 8, "z_loss": 1, "ids": n, "positions": n, "index": m, "targets": m, "boundaries": n + 1}
         layout = FlatLayout.of((name, (size,), False) for name, size in sizes.items())
         device = arena.zeros("batch", (layout.size,), torch.int32)
         self._staging = Staging(device, "batch", arena)
@@ -139,7 +140,7 @@ class DeviceBatch:
         self.head = HeadRows(parts["index"], parts["targets"], loss, lse, self.chunk, 0)
         self.documents = Documents(self._boundaries[: rows + 1], rows, seq_len, packed=False)
 
-    def load(self, host: HostBatch, rng: tuple[int, int, int], z_loss: float) -> None:
+    def load(self, host: HostBatch, rng: tuple[int, int, int, int], z_loss: float) -> None:
         """Copy a micro-batch in, without waiting; afterwards `documents` and `head` describe it."""
         words, n = self._words[self._staging.next()], self.rows * self.seq_len
         words["rng"].view(np.int64)[:] = rng

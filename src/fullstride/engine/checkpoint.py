@@ -84,10 +84,12 @@ class Saving:
     """A checkpoint that is being written: each rank's own parts, and then on the first rank what makes it whole."""
 
     def __init__(self, engine: Engine, directory: Path, record: dict[str, Any]) -> None:
-        self._comm, self._directory, self._record = engine.comm, directory, record
+        state, self._comm, self._directory, self._record = engine.state, engine.comm, directory, record
         self._folder = directory / checkpoint_name(record["step"])
         self._new = partial(self._folder)
-        self._parts = {unit: engine.state.share(unit) for unit in engine.state.trained}
+        # of a tied embedding that is in two stages the first one's
+        self._parts = {u: engine.state.share(u) for u in state.trained if engine.holder(u) == engine.mesh.pp.rank}
+        self._units = [unit.name for unit in state.adapter_table or state.base_table]
         self._end = ExitStack()  # on the first rank: the new folder is renamed, or on an error removed
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -125,7 +127,7 @@ class Saving:
         try:
             if not self._new.is_dir():
                 raise FileNotFoundError("not there; the directory must be on a file system that all ranks share")
-            return write_parts(self._new, self._parts, rank, size, self._comm.check)
+            return write_parts(self._new, self._parts, self._units, rank, size, self._comm.check)
         except OSError as error:
             for file in self._new.glob(file_names(rank)):  # room for a word to the first rank, if the disk is full
                 file.unlink(missing_ok=True)

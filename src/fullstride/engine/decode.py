@@ -12,7 +12,7 @@ from fullstride.engine.step import Engine, EngineSettings, make_rope
 from fullstride.engine.weights_io import import_adapter, import_weights
 from fullstride.errors import ConfigError
 from fullstride.memory.arena import Arena, Scratch
-from fullstride.memory.saved import Saved, allocate_saved
+from fullstride.memory.saved import Saved, SavedBuffers
 from fullstride.model.block import BlockContext, block_fwd
 from fullstride.model.linear import LinearContext
 from fullstride.model.lora import read_peft_config
@@ -33,7 +33,7 @@ class Decoder:
         self.config = engine.config
         self._arena = Arena(engine.device)
         self._scratch = Scratch(self._arena)
-        self._rng = torch.zeros(3, dtype=torch.int64, device=engine.device)
+        self._rng = torch.zeros(4, dtype=torch.int64, device=engine.device)
         shape = (0, self.config.num_key_value_heads, self.config.head_dim)
         empty = torch.zeros(shape, dtype=engine.dtype, device=engine.device)
         self._cache = [(empty, empty)] * self.config.num_hidden_layers
@@ -86,7 +86,7 @@ class Decoder:
                 documents,
                 lambda q, k, v, layer=layer: (self._attend(layer, start, q, k, v), ()),
             )
-            residual, branch = block_fwd(engine.block(layer), s, ctx, residual, branch)
+            residual, branch = block_fwd(engine.tools.block(layer), s, ctx, residual, branch)
         self.length = start + n
         assert branch is not None
         return self._last_logits(residual[-1:], branch[-1:])
@@ -95,7 +95,7 @@ class Decoder:
         """What the layers write for n tokens; kept for the next call, which usually has one token too."""
         if self._written is None or len(self._written["x"]) != n:
             arena = Arena(self.engine.device)
-            self._written = allocate_saved(self.engine.saved_table, 1, n, frozenset(), arena, self.engine.dtype)[0]
+            self._written = SavedBuffers(self.engine.saved_table, n, frozenset(), arena, self.engine.dtype).layer()
         return self._written
 
     def _attend(
@@ -112,7 +112,7 @@ class Decoder:
         return out[0].transpose(0, 1).contiguous()
 
     def _last_logits(self, residual: torch.Tensor, branch: torch.Tensor) -> torch.Tensor:
-        head = self.engine.head()
+        head = self.engine.tools.head(self.engine.state.weights.get)
         assert head.final_norm is not None and head.lm_head is not None
         x, normed = torch.empty_like(residual), torch.empty_like(residual)
         rstd = torch.empty(1, dtype=self._rope.cos.dtype, device=x.device)

@@ -9,6 +9,8 @@ from fullstride.engine.state import State, TrainedUnit
 from fullstride.memory.arena import Arena
 from fullstride.ops.adamw import GRAD_SCALE, AdamWBuffers, adamw, hyper_values
 from fullstride.ops.norm import sum_of_squares
+from fullstride.parallel.comm import Communicator
+from fullstride.parallel.mesh import Mesh
 
 # elements of the float64 tensor `values`: AdamW's eight, then these, then the noise's key (int64 [3]) in its bits
 GRAD_CLIP, RNG = GRAD_SCALE + 1, GRAD_SCALE + 2
@@ -21,12 +23,20 @@ class Optimizer:
     (float64 scalar on the device) holds the norm of the mean-loss gradient before the clip.
     """
 
-    def __init__(self, state: State, arena: Arena) -> None:
-        self._state, self._units = state, state.trained
+    def __init__(self, state: State, mesh: Mesh, arena: Arena) -> None:
+        self._state, self._units, self._mesh = state, state.trained, mesh
+        # a tied embedding may be in two stages: its gradient is the sum over both, and counted in the first
+        self._twice = {"embedding"} & self._units.keys() if state.tied and mesh.ends.size > 1 else set()
+        self._counted = [name for name in self._units if not (name in self._twice and mesh.ends.rank)]
         self._squares = arena.zeros("optimizer", (len(self._units),), torch.float64)
         self._values = arena.zeros("optimizer", (RNG + 3,), torch.float64)
         self._staging = Staging(self._values, "optimizer", arena)
         self.grad_norm = arena.zeros("optimizer", (), torch.float64)
+
+    @property
+    def _norm_ranks(self) -> Communicator:
+        """Those that hold the gradient once between them."""
+        return self._mesh.model if self._state.owners.size < self._mesh.dp.size else self._mesh.world
 
     def load(self, rng: tuple[int, int, int], grad_clip: float, **hyper: float) -> None:
         """Set the values of the next `step`: noise key, clip (0: none), and hyper_values'."""
@@ -44,10 +54,12 @@ class Optimizer:
         """
         values, rng = self._values, self._values[RNG:].view(torch.int64)
         shards, weights = self._state.gradients.shards, self._state.weights
-        for i, (_, grad) in enumerate(shards(self._units)):
+        for _, grad in shards(self._twice):
+            self._mesh.ends.all_reduce(grad).wait()
+        for i, (_, grad) in enumerate(shards(self._counted)):
             sum_of_squares(grad, self._squares[i : i + 1])
         torch.sum(self._squares, 0, out=self.grad_norm)
-        self._state.owners.all_reduce(self.grad_norm).wait()
+        self._norm_ranks.all_reduce(self.grad_norm).wait()
         self.grad_norm.sqrt_().div_(tokens)
         clip = (values[GRAD_CLIP] / self.grad_norm).clamp(max=1.0)
         torch.div(clip, tokens, out=values[GRAD_SCALE])

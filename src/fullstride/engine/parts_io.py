@@ -10,7 +10,7 @@ Importing torch.distributed.checkpoint takes most of a second: import this modul
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -42,13 +42,15 @@ def file_names(rank: int) -> str:
     return f"shard-{rank + 1:05d}-*"
 
 
-def write_parts(folder: Path, parts: Parts, rank: int, ranks: int, check: Callable[[], None]) -> dict[str, int]:
+def write_parts(
+    folder: Path, parts: Parts, units: Sequence[str], rank: int, ranks: int, check: Callable[[], None]
+) -> dict[str, int]:
     """Write rank's parts into `folder`, one unit after the other, and sync them; {file name: bytes}.
 
-    parts: of the same units on every rank, in the same order, on any device; a unit at a time is copied to the host.
+    parts: on any device; a unit at a time is copied to the host. units: of all ranks' parts, the same on every rank.
     check: called in between; what it raises ends the writing. Raises OSError when the disk refuses it.
     """
-    files = {_key(unit, name): index for index, unit in enumerate(parts, 1) for name in parts[unit]}
+    files = {_key(unit, name): index for index, unit in enumerate(units, 1) for name in parts.get(unit, ())}
     writer = HuggingFaceStorageWriter(str(folder), files, save_distributed=True)
     writer.per_thread_copy_ahead = 0  # copying ahead would make a CUDA context on the first GPU, whoever's that is
     flat = _flat(parts)

@@ -44,19 +44,36 @@ def predict(
     shapes: int = 1,
     ranks: int = 1,
 ) -> Plan:
-    """Memory of one rank at the peak of training (steps, updates and evaluations) with an engine of these arguments.
+    """Memory of one rank (of a pipeline's ranks the one that needs most) at the peak of training: steps, updates and
+    evaluations, with an engine of these arguments.
 
     The arena's segments are exact, except that the products' workspace on a GPU is counted under `libraries`, which is
-    an estimate from above. device: "cuda" or "cpu". documents: places for documents in a packed micro-step (0: every
+    an estimate from above. device: "cuda" or "cpu". documents: places for documents in a packed micro-batch (0: every
     row is one). shapes: how many numbers of places the run meets, each of which has CUDA graphs of its own.
     ranks: that train the same model and share out its state.
 
     Raises MemoryError where the host cannot stage a micro-batch of that size.
     """
+    plans = (
+        _predict_rank(config, lora, settings, device, documents, shapes, Communicator(rank, ranks))
+        for rank in range(0, ranks, ranks // settings.pp)
+    )
+    return max(plans, key=lambda plan: sum(plan.device.values()))
+
+
+def _predict_rank(
+    config: ModelConfig,
+    lora: LoraSettings | None,
+    settings: EngineSettings,
+    device: str,
+    documents: int,
+    shapes: int,
+    comm: Communicator,
+) -> Plan:
     assert settings.trains
     meta = torch.device("meta")
     with meta:  # tables that are computed on the host for the device (the rotary embedding's) cost nothing either
-        engine = Engine(config, lora, settings, meta, Communicator(0, ranks))
+        engine = Engine(config, lora, settings, meta, comm)
         take_scratch(engine)
     held, pinned = engine.arena.segments, engine.arena.pinned
     if device == "cpu":  # all is in one memory
@@ -67,27 +84,35 @@ def predict(
 def take_scratch(engine: Engine) -> None:
     """Takes the scratch of a micro-step: what model/block, model/head and engine/step take as they go."""
     c, s, dtype = engine.config, engine.settings, engine.dtype
-    tokens, chunk, width, ffn = s.rows * s.seq_len, engine.batch.chunk, c.hidden_size, c.intermediate_size
+    tokens, chunk, width, ffn = s.rows * s.seq_len, _chunk(engine), c.hidden_size, c.intermediate_size
+    scratch = engine.tools.scratch
 
-    def take(names: str, rows: int, columns: int, linear: str = "") -> None:
-        """`linear`: the one whose output's gradient this is; an adapter's du stands beside it."""
+    def take(names: str, rows: int, columns: int) -> None:
         for name in names.split():
-            engine.scratch(name, (rows, columns), dtype, engine.adapted.get(linear, 0))
+            scratch(name, (rows, columns), dtype)
 
-    take("branch dnormed final_x final_normed", tokens, width)
-    take("dy", tokens, width, "down")
+    take("branch dnormed", tokens, width)
     take("dact", tokens, ffn)
     take("dattn", tokens, c.q_size)
-    take("head_x head_dx", chunk, width)
-    take("logits", chunk, c.vocab_size)
-    engine.scratch("final_rstd", (tokens,), engine.rope.cos.dtype)
+    if any(stage.last for stage in engine.stages.values()):
+        take("final_normed", tokens, width)
+        take("head_x head_dx", chunk, width)
+        take("logits", chunk, c.vocab_size)
+        scratch("final_rstd", (tokens,), engine.tools.rope.cos.dtype)
+
+
+def _chunk(engine: Engine) -> int:
+    """Rows of the head's pieces."""
+    return next(iter(engine.stages.values())).slots[0].batch.chunk
 
 
 def library_bytes(engine: Engine, device: str, documents: int, shapes: int) -> int:
     """Estimate of what torch's allocator holds at the peak beside the arena's buffers; arguments as in `predict`."""
     s = engine.settings
     kept, scratch = attention_bytes(engine, documents)
-    layers = 1 if s.recompute & ATTENTION_DROPPED_BY else engine.config.num_hidden_layers
+    layers = 1
+    if not s.recompute & ATTENTION_DROPPED_BY:
+        layers = sum(len(stage.layers) * len(stage.slots) for stage in engine.stages.values())
     if device == "cpu":
         return layers * kept + scratch + reference_bytes(engine)
     # graphs keep what attention returned for as long as they live, a set for every shape; all share the other memory of
@@ -120,5 +145,5 @@ def reference_bytes(engine: Engine) -> int:
     wide copies of AdamW's largest buffer, of a chunk's logits in the loss, or of the feed-forward in SwiGLU."""
     c, s = engine.config, engine.settings
     largest = max(len(unit.param) for unit in engine.state.trained.values())
-    logits, ffn = engine.batch.chunk * c.vocab_size, s.rows * s.seq_len * 2 * c.intermediate_size
+    logits, ffn = _chunk(engine) * c.vocab_size, s.rows * s.seq_len * 2 * c.intermediate_size
     return max(4, engine.dtype.itemsize) * max(8 * largest, 4 * logits, 3 * ffn)

@@ -81,8 +81,9 @@ class TrainedUnit:
 class State:
     """Allocates and holds a model's tensors; says which are trained.
 
-    units: the base model's table and then the adapters'; trained: by unit name (all of the base in full training, the
-    adapters under LoRA). comm: the ranks that hold the same model; owners: those of them that share out the state.
+    base and adapters are this rank's units, base_table and adapter_table all of the model's. trained: by unit name (all
+    of the base in full training, the adapters under LoRA). comm: the ranks that hold the same layers; owners: those of
+    them that share out the state.
     """
 
     def __init__(
@@ -96,14 +97,20 @@ class State:
         trains: bool = True,
         sharing: Sharing | None = None,
         comm: Communicator | None = None,
+        held: Sequence[range] = (),
     ) -> None:
-        """rng: of the micro-step, for the noise of gradients' sums (ops/rounding)."""
+        """rng: for the noise of gradients' sums (ops/rounding). held: layers of this rank's stages; none: all."""
         self._arena, self._precision, self._rng = arena, precision, rng
         self._sharing, self._comm = sharing or Sharing(), comm or Communicator()
         self.owners = self._comm if self._sharing.zero >= 1 else Communicator()
-        self.base = parameter_table(config)
-        layers = range(config.num_hidden_layers)
-        self.adapters = () if lora is None else tuple(adapter_unit(config, lora, layer) for layer in layers)
+        every = range(config.num_hidden_layers)
+        self.layers = [layer for layers in held or [every] for layer in layers]
+        self.base_table = parameter_table(config)
+        self.adapter_table = () if lora is None else tuple(adapter_unit(config, lora, layer) for layer in every)
+        self._held = _held(config, self.layers)
+        self.base, self.adapters = (
+            tuple(unit for unit in table if unit.name in self._held) for table in (self.base_table, self.adapter_table)
+        )
         self.units = self.base + self.adapters
         margins = {} if lora is None else adapter_columns(lora)
         self._layouts = {unit.name: _layout(unit, margins) for unit in self.units}
@@ -111,8 +118,8 @@ class State:
         self.tied = config.tie_word_embeddings
         self.weights = self._make_weights()
         self.trained: dict[str, TrainedUnit] = {}
-        for index, unit in enumerate(self.units if trains else ()):
-            if lora is None or unit in self.adapters:
+        for index, unit in enumerate(self.base_table + self.adapter_table if trains else ()):
+            if unit in (self.base if lora is None else self.adapters):
                 self.trained[unit.name] = self._make_trained(unit.name, index)
         self.gradients = self._make_gradients()
 
@@ -194,8 +201,8 @@ class State:
     def _gradient(self, name: str, flat: torch.Tensor) -> tuple[Views, slice, slice]:
         """(views, what is added into from the start, this rank's part) of a unit's gradient."""
         layout = self._layouts[name]
-        # the gradient of a tied embedding is overwritten by the head's backward, which comes first
-        matrices_too = name == "embedding" and not self.tied
+        # the gradient of a tied embedding is overwritten by the head's backward, which comes first, if it is here
+        matrices_too = name == "embedding" and not (self.tied and "head" in self._held)
         return layout.views(flat), slice(0 if matrices_too else layout.decayed, layout.size), self._owned(name)
 
     # ---- what is in them, whole
@@ -240,8 +247,8 @@ class State:
 
     def values_dtype(self, unit: Unit) -> torch.dtype:
         """The dtype that `open_values` gives."""
-        precision = self._precision
-        return precision.master if precision.master and unit.name in self.trained else precision.param
+        precision, trained = self._precision, self.adapter_table or self.base_table
+        return precision.master if precision.master and self.trained and unit in trained else precision.param
 
     def held(self, unit: str) -> dict[str, Part]:
         """What this rank keeps of a trained unit, by name: its parts of parameters, masters (if any) and moments."""
@@ -314,6 +321,15 @@ class State:
         for name in self.trained:
             self.weights.written(name)
         self.weights.settle()
+
+
+def _held(config: ModelConfig, layers: list[int]) -> frozenset[str]:
+    """The units that belong to `layers`. A tied embedding belongs to both ends, so there may be two of it."""
+    names = {f"blocks.{layer}{kind}" for layer in layers for kind in ("", ".adapter")}
+    top = config.num_hidden_layers - 1 in layers
+    if 0 in layers or (top and config.tie_word_embeddings):
+        names.add("embedding")
+    return frozenset(names | ({"head"} if top else set()))
 
 
 def _turn(unit: str) -> str:

@@ -1,57 +1,45 @@
 """The training step: micro-steps -> reduce -> clip -> update. This is the page to read first.
 
-    engine.micro_step(batch)     forward and backward; gradients of the loss *sum* add up in the gradient manager
+    engine.micro_step(batches)   forward and backward; gradients of the loss *sum* add up in the gradient manager
     engine.update(...)           global norm, one factor (1 / tokens, clip), AdamW
 
-Inside a micro-step nothing waits for the device, every shape is static, and what changes from one to the next (tokens,
-documents, seeds, z-loss) lives in device tensors, so that it can be captured as a CUDA graph.
+A micro-step is one micro-batch, or in a pipeline several; what this rank does with them is in engine/stage, in which
+order in parallel/schedule. Inside a micro-step nothing waits for the device, every shape is static, and what changes
+from one to the next (tokens, documents, seeds, z-loss) lives in device tensors, so that it can be captured as a CUDA
+graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
-from fullstride.engine.batch import FIRST_POSITIONS, DeviceBatch, HostBatch
+from fullstride.engine.batch import DeviceBatch, HostBatch
 from fullstride.engine.graphs import Graphs
 from fullstride.engine.optimizer import Optimizer
+from fullstride.engine.stage import LSE_MAX, TOKENS, Slot, Stage, Tools, fold_block
 from fullstride.engine.state import Precision, Sharing, State
 from fullstride.memory.arena import Arena, Scratch
-from fullstride.memory.saved import Saved, SavedTensor, allocate_saved
-from fullstride.model.block import (
-    ATTENTION_DROPPED_BY,
-    BlockContext,
-    BlockWeights,
-    block_dgrad,
-    block_fwd,
-    block_recompute,
-    block_weights,
-    block_wgrad,
-    saved_table,
-)
-from fullstride.model.head import HeadContext, HeadWeights, head_begin, head_chunk, head_end
-from fullstride.model.linear import LinearContext, fold
-from fullstride.model.lora import LoraSettings, adapter_columns, adapters_of
+from fullstride.memory.saved import SavedBuffers, SavedTensor
+from fullstride.model.block import saved_table
+from fullstride.model.lora import LoraSettings, adapter_columns
 from fullstride.model.spec import ModelConfig, Unit
-from fullstride.ops.attention import attention_fwd
-from fullstride.ops.cross_entropy import IGNORED
-from fullstride.ops.embedding import embedding_bwd, embedding_fwd
+from fullstride.ops.attention import Documents
 from fullstride.ops.matmul import WORKSPACE_BYTES, Matmul, fastest_matmul, matmul
 from fullstride.ops.rope import Rope, rope_frequencies, rope_tables
 from fullstride.parallel.comm import Communicator
-
-GetUnit = Callable[[str], dict[str, torch.Tensor]]  # the tensors of a unit, or their gradients, by name
-
-# elements of the statistics tensor: sums over micro-steps and ranks, and a maximum
-LOSS, LOSS_1K, LSE_SUM, TOKENS, TOKENS_1K, LSE_MAX = range(6)
+from fullstride.parallel.mesh import Mesh
+from fullstride.parallel.pipeline import Pipeline
+from fullstride.parallel.schedule import Action, forward_only, make_schedule, peak_live, split_layers
 
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """Sizes and switches of one engine. rows x seq_len tokens a micro-step and rank; head_chunks pieces of the LM head;
-    at most grad_accum micro-steps an update."""
+    """Sizes and switches of one engine. rows x seq_len tokens a micro-batch and data-parallel rank; `microbatches` of
+    them a micro-step; at most grad_accum micro-steps an update; head_chunks pieces of the LM head."""
 
     rows: int
     seq_len: int
@@ -65,10 +53,28 @@ class EngineSettings:
     grad_accum: int = 1
     sharing: Sharing = field(default_factory=Sharing)  # of state and gradients among ranks
     trains: bool = True  # False: no gradients, moments or saved activations, for generation
+    pp: int = 1  # pipeline stages' ranks
+    tp: int = 1  # ranks that share out every layer
+    microbatches: int = 1
+    schedule: str = "1f1b"  # of pipelines (parallel/schedule)
+    chunks: int = 1  # stages a rank, in an interleaved pipeline
+
+    @property
+    def window(self) -> int:
+        """Micro-batches of a full update."""
+        return self.grad_accum * self.microbatches
+
+
+class Supplied(NamedTuple):
+    """A micro-batch of the current update, with its noise key (ops/dropout)."""
+
+    host: HostBatch
+    rng: tuple[int, int, int, int]
+    z_loss: float
 
 
 class Engine:
-    """One device's model, and the step over it; `comm` connects the ranks that train the same model on other rows."""
+    """One rank's part of the model, and the step over it; `mesh` connects it to the others."""
 
     def __init__(
         self,
@@ -78,207 +84,126 @@ class Engine:
         device: torch.device,
         comm: Communicator | None = None,
     ) -> None:
+        """comm: all ranks. A collective of theirs."""
         self.config, self.lora, self.settings, self.device = config, lora, settings, device
-        self.comm = comm or Communicator()
+        self.mesh = Mesh(comm, settings.pp, settings.tp, wraps=settings.chunks > 1)
+        self.comm = self.mesh.world
         self.arena = Arena(device)
-        self.scratch = Scratch(self.arena, grows=False)
-        dtype = settings.precision.param
-        self.dtype, stats = dtype, torch.float64 if dtype == torch.float64 else torch.float32
-        attention = {"deterministic": settings.deterministic, "flash4": settings.flash4}
-        self.batch = DeviceBatch(self.arena, settings.rows, settings.seq_len, settings.head_chunks, stats, **attention)
-        shared = {"trains": settings.trains, "sharing": settings.sharing, "comm": self.comm}
-        self.state = State(config, lora, settings.precision, self.arena, self.batch.rng, **shared)
-        self.optimizer = Optimizer(self.state, self.arena)
-        num_tokens = settings.rows * settings.seq_len
-        self.adapted = {} if lora is None else adapter_columns(lora)
-        self.saved_table = tuple(SavedTensor(*row) for row in saved_table(config, self.adapted))
+        scratch = Scratch(self.arena, grows=False)
+        self.dtype = dtype = settings.precision.param
+        stats = torch.float64 if dtype == torch.float64 else torch.float32
+        adapted = {} if lora is None else adapter_columns(lora)
+        self.layers = split_stages(config, settings)
+        self.schedule = make_schedule(settings.schedule, self.mesh.pp.size, settings.window, settings.chunks)
+        held = [self.layers[number] for number in self.schedule.stages(self.mesh.pp.rank)]
+        noise = self.arena.zeros("batch", (3,), torch.int64)
+        shared = {"trains": settings.trains, "sharing": settings.sharing, "comm": self.mesh.dp, "held": held}
+        self.state = State(config, lora, settings.precision, self.arena, noise, **shared)
+        self.optimizer = Optimizer(self.state, self.mesh, self.arena)
+        self.saved_table = tuple(SavedTensor(*row) for row in saved_table(config, adapted))
         if lora is not None and lora.dropout and settings.trains:  # one buffer for linears of all widths
             widest = max(config.hidden_size, config.q_size, config.intermediate_size)
-            self.scratch("dropped", (num_tokens, widest), dtype)
-        num_saved = config.num_hidden_layers if settings.trains else 0
-        self.saved = allocate_saved(self.saved_table, num_saved, num_tokens, settings.recompute, self.arena, dtype)
-        self.rope = make_rope(config, settings.seq_len, self.arena, stats)
-        self.matmul = make_matmul(settings, self.arena)
+            scratch("dropped", (settings.rows * settings.seq_len, widest), dtype)
         self.graphs = Graphs(settings.graphs and device.type == "cuda")
-        self._stats = self.arena.zeros("batch", (LSE_MAX + 1,), torch.float64)
+        self.tools = Tools(
+            config,
+            lora,
+            adapted,
+            self.state,
+            make_rope(config, settings.seq_len, self.arena, stats),
+            make_matmul(settings, self.arena),
+            scratch,
+            self.graphs,
+            settings.recompute,
+            stats=self.arena.zeros("batch", (LSE_MAX + 1,), torch.float64),
+            noise=noise,
+        )
+        self.documents = Documents(noise, settings.rows, settings.seq_len, packed=False)  # of the newest micro-batch
+        self.stages: dict[int, Stage] = {}
+        if settings.trains:
+            self._make_stages(stats)
+        self.pipeline = Pipeline(self.schedule, self.mesh, self)
         self.updates = 0  # updates done, which with the micro-step's number keys the noise
         self._reset()
 
+    def _make_stages(self, stats: torch.dtype) -> None:
+        s = self.settings
+        attention = {"deterministic": s.deterministic, "flash4": s.flash4}
+
+        def make_batch() -> DeviceBatch:
+            return DeviceBatch(self.arena, s.rows, s.seq_len, s.head_chunks, stats, **attention)
+
+        buffers = SavedBuffers(self.saved_table, s.rows * s.seq_len, s.recompute, self.arena, self.dtype)
+        for number, slots in peak_live(self.schedule, self.mesh.pp.rank).items():
+            self.stages[number] = Stage(self.tools, self.layers[number], slots, make_batch, buffers, self.arena)
+
+    def holder(self, unit: str) -> int:
+        """The first rank of `mesh.pp` that holds a unit."""
+        top = self.config.num_hidden_layers - 1
+        layer = {"embedding": 0, "head": top}.get(unit) if "." not in unit else int(unit.split(".")[1])
+        return self.schedule.rank_of(next(i for i, layers in enumerate(self.layers) if layer in layers))
+
     def _reset(self) -> None:
         self.micro_steps = 0
-        self._stats.zero_()
-        self._stats[LSE_MAX].fill_(float("-inf"))
+        self._supplied: list[Supplied] = []
+        self._keyed = False
+        self.pipeline.restart()
+        self.tools.stats.zero_()
+        self.tools.stats[LSE_MAX].fill_(float("-inf"))
 
-    # ---- weights of one unit, brought here and named
+    # ---- forward and backward
 
-    def block(self, layer: int) -> BlockWeights:
-        """The weights of one block, with its adapters."""
-        w = self._assemble(layer, self.state.weights.get)
-        if not self.state.weights.resident:  # what was gathered comes without the adapters' copies
-            fold_block(w)
-        return w
-
-    def _assemble(self, layer: int, get: GetUnit) -> BlockWeights:
-        adapters = {}
-        if self.lora is not None:
-            adapters = adapters_of(get(f"blocks.{layer}.adapter"), self.config, self.lora, layer)
-        return block_weights(get(f"blocks.{layer}"), adapters)
-
-    def head(self) -> HeadWeights:
-        """Final norm and LM head (the embedding where tied)."""
-        return self._head(self.state.weights.get)
-
-    def _head(self, get: GetUnit) -> HeadWeights:
-        head = get("head")
-        tied = self.config.tie_word_embeddings
-        return HeadWeights(head.get("final_norm"), get("embedding").get("embedding") if tied else head.get("lm_head"))
-
-    # ---- forward and backward of one micro-step
-
-    def _context(self, training: bool) -> BlockContext:
-        documents, first_row = self.batch.documents, self.comm.rank * self.settings.rows * self.settings.seq_len
-        return BlockContext(
-            self.config,
-            LinearContext(self.matmul, self.scratch, self.batch.rng, training, first_row),
-            self.rope,
-            self.batch.positions,
-            documents,
-            lambda q, k, v: attention_fwd(q, k, v, documents),
-        )
-
-    def _forward(self, ctx: BlockContext, saved: list[Saved]) -> tuple[torch.Tensor, torch.Tensor]:
-        weights = self.state.weights
-        residual, branch = saved[0]["x"], None
-        weights.gather("embedding")
-        embedding_fwd(weights.get("embedding")["embedding"], self.batch.ids, residual)
-        weights.release("embedding")
-        drops_attention = not ctx.linear.training or self.settings.recompute & ATTENTION_DROPPED_BY
-        for layer in self._gathered(range(len(saved))):
-            residual, branch = block_fwd(self.block(layer), saved[layer], ctx, residual, branch)
-            if drops_attention:
-                saved[layer].attention = ()
-        assert branch is not None
-        for unit in self._head_units:
-            weights.gather(unit)
-        return residual, branch
-
-    def _gathered(self, layers: range) -> Iterator[int]:
-        """`layers` in order; each block's weights are gathered one block ahead and released after their use."""
-        weights, ahead = self.state.weights, [*layers[1:], None]
-        for unit in self._units(layers[0]):
-            weights.gather(unit)
-        for layer, following in zip(layers, ahead, strict=True):
-            for unit in () if following is None else self._units(following):
-                weights.gather(unit)
-            yield layer
-            for unit in self._units(layer):
-                weights.release(unit)
-
-    def _units(self, layer: int) -> tuple[str, ...]:
-        """What makes up one block."""
-        block = f"blocks.{layer}"
-        return (block,) if self.lora is None else (block, f"{block}.adapter")
-
-    @property
-    def _head_units(self) -> tuple[str, ...]:
-        """What the head reads: gathered by the forward, released by whoever is done with the head."""
-        return ("head", "embedding") if self.config.tie_word_embeddings else ("head",)
-
-    def _release_head(self) -> None:
-        for unit in self._head_units:
-            self.state.weights.release(unit)
-
-    def micro_step(self, host: HostBatch, z_loss: float) -> None:
-        """Forward and backward of one micro-batch; gradients add up until `update`.
-
-        The host's part is one copy into the static buffers; the rest runs in pieces that graphs replay. What they
-        depend on besides the buffers is in their keys.
-        """
-        assert self.comm.size == 1 or self.micro_steps < self.settings.grad_accum, "the last one was reduced"
-        self.batch.load(host, (self.settings.seed, self.updates + 1, self.micro_steps), z_loss)
-        gradients, run = self.state.gradients, self.graphs.run
-        gradients.start_micro_step(self.micro_steps == 0, self.micro_steps + 1 == self.settings.grad_accum)
-        if gradients.added_into():
-            run(("zero", gradients.variant), gradients.zero)
-        shape = self.batch.documents.packed, len(self.batch.documents.boundaries)
-        attention = run(("forward", shape), self._forward_piece)
-        for s, kept in zip(self.saved, attention, strict=True):
-            s.attention = kept
-        accumulates = gradients.accumulates("head")
-        if not accumulates and not self.batch.head.num_chunks and self.lora is None:
-            run("zero head", self._zero_head)  # no chunk overwrites what an earlier micro-step left
-        for i in range(self.batch.head.num_chunks):
-            accumulate = accumulates or i > 0
-            run(("head", i, accumulate), lambda i=i, accumulate=accumulate: self._head_piece(i, accumulate))
-        run(("backward", shape, gradients.variant), self._backward_piece)
+    def micro_step(self, batches: Sequence[HostBatch], z_loss: float) -> None:
+        """Forward and backward of one micro-step's micro-batches, which are `settings.microbatches`; gradients add up
+        until `update`. In a pipeline what would wait for later micro-batches is done with them, or by `update`."""
+        s = self.settings
+        assert len(batches) == s.microbatches
+        assert self.micro_steps < s.grad_accum, "call update first"
+        self._supply(batches, z_loss, self.updates + 1, self.micro_steps)
         self.micro_steps += 1
+        self.pipeline.run(len(self._supplied))
 
-    def _forward_piece(self) -> list[tuple[torch.Tensor, ...]]:
-        """Embedding, blocks and final norm; returns what attention keeps, a layer each."""
-        residual, branch = self._forward(self._context(training=True), self.saved)
-        head_begin(self.head(), self._head_context(), residual, branch, self.batch.head)
-        return [s.attention for s in self.saved]
+    def _supply(self, batches: Sequence[HostBatch], z_loss: float, step: int, micro_step: int) -> None:
+        tokens = self.settings.rows * self.settings.seq_len
+        first = self.mesh.dp.rank * len(batches)
+        for i, host in enumerate(batches):
+            key = self.settings.seed, step, micro_step, (first + i) * tokens
+            self._supplied.append(Supplied(host, key, z_loss))
 
-    def _head_piece(self, i: int, accumulate: bool) -> None:
-        """Loss and gradients of one chunk of supervised rows."""
-        dhead = self._head(self.state.gradients.full)
-        head_chunk(self.head(), dhead, self._head_context(), self.saved[0]["x"], self.batch.head, i, accumulate)
+    def slot(self, stage: int, microbatch: int) -> Slot:
+        """Where a micro-batch is in one of this rank's stages."""
+        slots = self.stages[stage].slots
+        return slots[microbatch % len(slots)]
 
-    def _zero_head(self) -> None:
-        lm_head = self._head(self.state.gradients.full).lm_head
-        assert lm_head is not None
-        lm_head.zero_()
+    def act(self, action: Action) -> None:
+        """One of this rank's actions; what it receives is there."""
+        stage, slot = self.stages[action.stage], self.slot(action.stage, action.microbatch)
+        first, last = action.microbatch == 0, action.microbatch + 1 == self.settings.window
+        if action.kind == "F":
+            slot.batch.load(*self._supplied[action.microbatch])
+            self.documents = slot.batch.documents
+            self._key_noise(slot)
+            stage.forward(slot)
+        elif action.kind == "B":
+            stage.backward(slot, first, last, weights_later=self.schedule.splits_backward)
+        else:
+            stage.backward_weights(slot, first, last)
 
-    def _head_context(self) -> HeadContext:
-        return HeadContext(self.config.rms_norm_eps, self.batch.z_loss, self.matmul, self.scratch)
-
-    def _backward_piece(self) -> None:
-        """From the head down to the embedding (LoRA: to the lowest adapter)."""
-        gradients, ctx = self.state.gradients, self._context(training=True)
-        shape = tuple(self.saved[0]["x"].shape)
-        dy = self.scratch("dy", shape, self.dtype, self.adapted.get("down", 0))
-        self._add_statistics()
-        head_end(self.head(), self._head(gradients.full), self._head_context(), dy[:, : shape[1]])
-        self._release_head()
-        gradients.notify("head")
-        for layer in self._gathered(range(self.config.num_hidden_layers)[::-1]):
-            w, g, s = self.block(layer), self._assemble(layer, gradients.take), self.saved[layer]
-            until = self.lora.lowest if self.lora is not None and layer == 0 else None
-            block_recompute(w, s, ctx, self.settings.recompute)
-            block_dgrad(w, g, s, ctx, dy, until)
-            block_wgrad(w, g, s, ctx, dy, gradients.accumulates(self._units(layer)[-1]), until)
-            s.attention = ()
-            for unit in self._units(layer):
-                gradients.notify(unit)
-            dy = s.extended("x")
-        if self.lora is None:
-            embedding_bwd(dy, self.batch.ids, gradients.full("embedding")["embedding"])
-            gradients.notify("embedding")
-        gradients.end_micro_step()
-
-    def _add_statistics(self) -> None:
-        head, stats = self.batch.head, self._stats
-        stats[:LSE_MAX] += self._sums()
-        supervised = head.targets_M != IGNORED
-        stats[LSE_MAX] = torch.maximum(stats[LSE_MAX], torch.where(supervised, head.lse_M, float("-inf")).max())
-
-    def _sums(self) -> torch.Tensor:
-        """What the micro-step adds to the statistics, float64 [LSE_MAX]."""
-        head = self.batch.head
-        supervised = head.targets_M != IGNORED
-        early = supervised & (head.index_M % self.settings.seq_len < FIRST_POSITIONS)
-        loss_1k = torch.where(early, head.loss_M, 0)
-        values = (head.loss_M, loss_1k, head.lse_M, supervised, early)
-        return torch.stack([value.sum(dtype=torch.float64) for value in values])
+    def _key_noise(self, slot: Slot) -> None:
+        """The noise of gradients' sums: by the update's first micro-batch, and then counted on."""
+        if not self._keyed:
+            self._keyed = True
+            self.tools.noise.copy_(slot.batch.rng[:3])
 
     # ---- update and evaluation, which wait for the device
 
     def update(self, *, step: int, grad_clip: float, **hyper: float) -> dict[str, float]:
         """Divide by the supervised tokens, clip by the global norm, AdamW. Statistics of the update's micro-steps, all
         ranks'; there must have been a supervised token on one of them."""
+        self.pipeline.drain(len(self._supplied))
         self.optimizer.load((self.settings.seed, step, 0), grad_clip, step=step, **hyper)
         self.graphs.run(("update", self.state.gradients.reduced), self._update_piece)
-        loss, loss_1k, lse_sum, tokens, tokens_1k, lse_max = self._stats.tolist()
+        loss, loss_1k, lse_sum, tokens, tokens_1k, lse_max = self.tools.stats.tolist()
         result = {
             "loss": loss / tokens,
             "loss_1k": loss_1k / max(tokens_1k, 1),
@@ -293,17 +218,17 @@ class Engine:
 
     def _update_piece(self) -> None:
         self.state.gradients.finish()
-        sums, most = self._stats[:LSE_MAX], self._stats[LSE_MAX:]
+        sums, most = self.tools.stats[:LSE_MAX], self.tools.stats[LSE_MAX:]
         for work in (self.comm.all_reduce(sums), self.comm.all_reduce(most, maximum=True)):
             work.wait()
-        self.optimizer.step(self._stats[TOKENS])
+        self.optimizer.step(self.tools.stats[TOKENS])
         self.fold()
 
     def fold(self) -> None:
         """The adapters have changed: bring the copies beside their base weights up to date, where those stay here."""
-        resident = self.lora is not None and self.state.weights.resident
-        for layer in range(self.config.num_hidden_layers if resident else 0):
-            fold_block(self.block(layer))
+        if self.lora is not None and self.state.weights.resident:
+            for layer in self.state.layers:
+                fold_block(self.tools.block(layer))
 
     def params_written(self, units: tuple[Unit, ...]) -> None:
         """The parameters of `units` were written from outside: bring what depends on them up to date."""
@@ -322,31 +247,44 @@ class Engine:
 
     def start_from(self, updates: int) -> None:
         """Forget the micro-steps since the last update; the next one is number updates + 1."""
+        self.pipeline.drain(len(self._supplied))  # what other ranks have sent
         self.updates = updates
         self._reset()
 
-    def validate(self, host: HostBatch) -> dict[str, float]:
+    def validate(self, batches: Sequence[HostBatch]) -> dict[str, float]:
         """Forward only, dropout off: {"loss", "loss_1k", "tokens"} over all ranks. Gradients and statistics stay
         untouched."""
-        self.batch.load(host, (self.settings.seed, 0, 0), 0.0)
-        ctx, head_ctx = self._context(training=False), self._head_context()
-        # nothing is kept, so all layers may write one layer's buffers
-        s = Saved(self.saved[0].tensors, self.saved[0].with_spare)
-        residual, branch = self._forward(ctx, [s] * self.config.num_hidden_layers)
-        head_begin(self.head(), head_ctx, residual, branch, self.batch.head)
-        for i in range(self.batch.head.num_chunks):
-            head_chunk(self.head(), None, head_ctx, s["x"], self.batch.head, i, accumulate=False)
-        self._release_head()
-        sums = self._sums()
-        self.comm.all_reduce(sums).wait()
-        loss, loss_1k, _, tokens, tokens_1k = sums.tolist()
+        self.pipeline.drain(len(self._supplied))  # which frees the slots
+        evaluation = Evaluation(self, batches)
+        schedule = forward_only(self.mesh.pp.size, len(batches), self.settings.chunks)
+        Pipeline(schedule, self.mesh, evaluation).run(len(batches))
+        self.comm.all_reduce(evaluation.sums).wait()
+        loss, loss_1k, _, tokens, tokens_1k = evaluation.sums.tolist()
         return {"loss": loss / max(tokens, 1), "loss_1k": loss_1k / max(tokens_1k, 1), "tokens": int(tokens)}
 
 
-def fold_block(w: BlockWeights) -> None:
-    """The copies of a block's adapters beside their base weights: see model/linear.fold."""
-    for linear in (w.qkv, w.o, w.gate_up, w.down):
-        fold(linear)
+class Evaluation:
+    """Forward passes only, through the first slot of every stage."""
+
+    def __init__(self, engine: Engine, batches: Sequence[HostBatch]) -> None:
+        self._engine, self._batches = engine, batches
+        self.sums = torch.zeros(LSE_MAX, dtype=torch.float64, device=engine.device)
+
+    def slot(self, stage: int, microbatch: int) -> Slot:
+        return self._engine.stages[stage].slots[0]
+
+    def act(self, action: Action) -> None:
+        slot = self.slot(action.stage, action.microbatch)
+        slot.batch.load(self._batches[action.microbatch], (self._engine.settings.seed, 0, 0, 0), 0.0)
+        self._engine.documents = slot.batch.documents
+        sums = self._engine.stages[action.stage].evaluate(slot)
+        if sums is not None:
+            self.sums += sums
+
+
+def split_stages(config: ModelConfig, settings: EngineSettings) -> list[range]:
+    """The layers of every stage."""
+    return split_layers(config.num_hidden_layers, settings.pp * settings.chunks)
 
 
 def make_matmul(settings: EngineSettings, arena: Arena) -> Matmul:

@@ -23,7 +23,8 @@ from fullstride.model.hf import (
     write_model,
 )
 from fullstride.model.lora import peft_config, read_peft_config
-from fullstride.model.spec import ModelConfig, Part
+from fullstride.model.spec import ModelConfig, Part, Unit
+from fullstride.parallel.weights import Views
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
@@ -40,7 +41,7 @@ def import_weights(engine: Engine, path: str | Path) -> None:
         if differences:
             raise ConfigError(f"{path}: another model than the trainer's: {differences}")
         checkpoint = Checkpoint(path)
-        check_tensors(checkpoint, state.base, engine.config.tie_word_embeddings)
+        check_tensors(checkpoint, state.base_table, engine.config.tie_word_embeddings)
     with engine.comm.committed():
         for unit in state.base:
             with state.open(unit) as views:
@@ -61,8 +62,8 @@ def export_model(
 ) -> None:
     """Write a Hugging Face directory as `dtype`, from the masters where there are any; tokenizer and generation
     settings come from `source`, if given. A collective: the first rank writes, the others hand over their parts."""
-    state, units = engine.state, {unit.name: unit for unit in engine.state.base}
-    with state.in_turn(list(units), lambda name: state.values(units[name])) as values:
+    state, units = engine.state, {unit.name: unit for unit in engine.state.base_table}
+    with state.in_turn(list(units), lambda name: _values(engine, units[name])) as values:
         if engine.comm.rank:
             return
 
@@ -76,7 +77,7 @@ def export_model(
                 state.values_dtype(unit),
                 partial(rows, unit.name, spec.name, part),
             )
-            for unit in state.base
+            for unit in state.base_table
             for spec in unit.tensors
             for part in spec.parts
         )
@@ -87,7 +88,9 @@ def init_weights(engine: Engine, seed: int) -> None:
     """Matrices from N(0, initializer_range), norms 1, biases 0. Every tensor has a generator of its own, keyed by
     (seed, its place in the table), so the values do not depend on what else is drawn."""
     state = engine.state
-    for i, unit in enumerate(state.base):
+    for i, unit in enumerate(state.base_table):
+        if unit not in state.base:
+            continue
         with state.open(unit) as views:
             for j, spec in enumerate(unit.tensors):
                 if spec.decay:
@@ -110,12 +113,14 @@ def _normal(out: torch.Tensor, deviation: float, generator: torch.Generator) -> 
 def init_adapters(engine: Engine, seed: int) -> None:
     """A uniform in +-1/sqrt(inputs) (PEFT's kaiming_uniform with a = sqrt(5)), B zero: the model starts unchanged."""
     state = engine.state
-    for i, unit in enumerate(state.adapters):
+    for i, unit in enumerate(state.adapter_table):
+        if unit not in state.adapters:
+            continue
         with state.open(unit) as views:
             for j, spec in enumerate(unit.tensors):
                 if spec.name.endswith(".a"):
                     bound = 1 / math.sqrt(spec.shape[1])
-                    generator = _generator(engine.device, seed, len(state.base) + i, j)
+                    generator = _generator(engine.device, seed, len(state.base_table) + i, j)
                     views[spec.name].uniform_(-bound, bound, generator=generator)
                 else:
                     views[spec.name].zero_()
@@ -127,14 +132,24 @@ def _generator(device: torch.device, seed: int, unit: int, tensor: int) -> torch
     return torch.Generator(device).manual_seed(int(key) >> 1)
 
 
-def _adapter_tensors(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
-    """(PEFT name, rows of our tensor, to read or write until the next), from the masters where there are any: they know
-    more digits. A collective."""
-    for unit in engine.state.adapters:
-        with engine.state.open_values(unit) as views:
-            for spec in unit.tensors:
-                for part in spec.parts:
-                    yield part.hf_name, views[spec.name][part.start : part.stop]
+def _values(engine: Engine, unit: Unit) -> Views:
+    """Copies on the host of a unit's tensors, from the masters where there are any: they know more digits; on the first
+    rank, wherever they live, on others perhaps nothing. A collective."""
+    mesh, holder = engine.mesh, engine.holder(unit.name)
+    views = engine.state.values(unit) if mesh.pp.rank == holder else {}
+    if holder and not mesh.dp.rank:
+        dtype = engine.state.values_dtype(unit)
+        for spec in unit.tensors:
+            views.setdefault(spec.name, torch.empty(spec.shape, dtype=dtype))
+            mesh.pp.hand_out(views[spec.name], holder)
+    return views
+
+
+def _rows(unit: Unit, views: Views) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name in files, rows of our tensor)."""
+    for spec in unit.tensors:
+        for part in spec.parts:
+            yield part.hf_name, views[spec.name][part.start : part.stop]
 
 
 def export_adapter(engine: Engine, directory: str | Path, source: Path | None, overwrite: bool) -> None:
@@ -145,9 +160,10 @@ def export_adapter(engine: Engine, directory: str | Path, source: Path | None, o
     """
     if engine.lora is None:
         raise ConfigError("there is no adapter to export: the trainer has method = full; use export_model")
-    tensors = {
-        name: tensor.cpu().clone(memory_format=torch.contiguous_format) for name, tensor in _adapter_tensors(engine)
-    }
+    tensors: dict[str, torch.Tensor] = {}
+    for unit in engine.state.adapter_table:
+        if views := _values(engine, unit):
+            tensors |= {name: rows.contiguous() for name, rows in _rows(unit, views)}
     if engine.comm.rank:
         return
     with whole_directory(Path(directory), overwrite) as new:
@@ -169,8 +185,10 @@ def import_adapter(engine: Engine, directory: str | Path) -> None:
             raise ConfigError(f"{directory}: another adapter than the trainer's: {told}")
         checkpoint = Checkpoint(directory, ADAPTER_WEIGHTS)
         shapes = {name: checkpoint.shape(name) for name in checkpoint.names}
-        compare_tensors(shapes, engine.state.adapters, str(directory))
+        compare_tensors(shapes, engine.state.adapter_table, str(directory))
     with engine.comm.committed():
-        for name, rows in _adapter_tensors(engine):
-            rows.copy_(checkpoint.get(name))
+        for unit in engine.state.adapters:
+            with engine.state.open_values(unit) as views:
+                for name, rows in _rows(unit, views):
+                    rows.copy_(checkpoint.get(name))
         engine.values_written()

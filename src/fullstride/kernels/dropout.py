@@ -26,7 +26,7 @@ def offsets(n, D, x_stride, out_stride, GROUP: tl.constexpr, BLOCK: tl.constexpr
     return row.to(tl.int64) * x_stride + column, row.to(tl.int64) * out_stride + column, exists
 
 
-@triton.jit(do_not_specialize=["threshold", "stream", "first"])
+@triton.jit(do_not_specialize=["threshold", "stream"])
 def dropout_kernel(
     x,
     threshold,
@@ -34,7 +34,6 @@ def dropout_kernel(
     rng,
     stream,
     out,
-    first,
     n,
     D,
     x_stride,
@@ -46,7 +45,8 @@ def dropout_kernel(
     start = tl.program_id(0).to(tl.int64) * BLOCK
     at, to, mask = offsets(n, D, x_stride, out_stride, GROUP, BLOCK)
     value = tl.load(x + at, mask=mask, other=0.0).to(tl.float32) * scale
-    random = noise(rng, stream, first.to(tl.int64) + start, BLOCK).reshape(BLOCK // GROUP, GROUP)
+    first = tl.load(rng + 3) * D  # a multiple of 8: one Philox gives eight neighbours their noise
+    random = noise(rng, stream, first + start, BLOCK).reshape(BLOCK // GROUP, GROUP)
     value = tl.where(random >= threshold.to(tl.uint32), value, 0.0)
     if ACCUMULATE:
         value += tl.load(out + to, mask=mask, other=0.0).to(tl.float32)
@@ -61,13 +61,10 @@ def dropout(
     stream: int,
     out_ND: torch.Tensor,
     accumulate: bool = False,
-    first_row: int = 0,
 ) -> None:
     """See ops/dropout, whose keep_threshold and keep_scale of p come in. Rows may be strided. Moves 2 N D elements (3
     with `accumulate`)."""
     n, width = x_ND.numel(), x_ND.shape[1]
-    first = first_row * width
-    assert first % 8 == 0, "one Philox gives eight neighbours their noise"
     dropout_kernel[(cdiv(n, BLOCK),)](
         x_ND,
         threshold,
@@ -75,7 +72,6 @@ def dropout(
         rng,
         stream,
         out_ND,
-        first,
         n,
         width,
         x_ND.stride(0),

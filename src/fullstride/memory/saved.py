@@ -46,28 +46,30 @@ class Saved:
         return self.with_spare[name]
 
 
-def allocate_saved(
-    table: tuple[SavedTensor, ...],
-    num_layers: int,
-    num_tokens: int,
-    recompute: frozenset[str],
-    arena: Arena,
-    dtype: torch.dtype,
-) -> list[Saved]:
-    """One Saved a layer; tensors that `recompute` drops are shared by all layers."""
-    stats = torch.float64 if dtype == torch.float64 else torch.float32
+class SavedBuffers:
+    """Allocates for one layer after another; what `recompute` drops is shared by all of them."""
 
-    def buffer(row: SavedTensor, segment: str) -> torch.Tensor:
+    def __init__(
+        self,
+        table: tuple[SavedTensor, ...],
+        num_tokens: int,
+        recompute: frozenset[str],
+        arena: Arena,
+        dtype: torch.dtype,
+    ) -> None:
+        self._table, self._num_tokens, self._arena, self._dtype = table, num_tokens, arena, dtype
+        self._shared = {row.name: self._buffer(row, "scratch") for row in table if row.dropped_by & recompute}
+
+    def _buffer(self, row: SavedTensor, segment: str) -> torch.Tensor:
+        stats = torch.float64 if self._dtype == torch.float64 else torch.float32
         columns = spare_columns(row.columns, row.spare)
-        shape: Any = (num_tokens, columns) if columns else (num_tokens,)
-        whole = arena.zeros(segment, shape, stats if row.wide else dtype)
+        shape: Any = (self._num_tokens, columns) if columns else (self._num_tokens,)
+        whole = self._arena.zeros(segment, shape, stats if row.wide else self._dtype)
         return whole[:, : row.columns + row.spare] if row.spare else whole
 
-    def layer() -> Saved:
-        tensors = {row.name: buffer(row, "activations") for row in kept} | shared
-        own = {row.name: tensors[row.name][:, : row.columns] if row.spare else tensors[row.name] for row in table}
+    def layer(self) -> Saved:
+        """Of one more layer."""
+        kept = [row for row in self._table if row.name not in self._shared]
+        tensors = {row.name: self._buffer(row, "activations") for row in kept} | self._shared
+        own = {row.name: tensors[row.name][:, : row.columns] if row.spare else tensors[row.name] for row in self._table}
         return Saved(own, tensors)
-
-    shared = {row.name: buffer(row, "scratch") for row in table if row.dropped_by & recompute}
-    kept = [row for row in table if row.name not in shared]
-    return [layer() for _ in range(num_layers)]

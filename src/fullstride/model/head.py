@@ -51,21 +51,20 @@ class HeadContext:
     scratch: Scratch
 
 
-def _final(ctx: HeadContext, like_ND: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(x_ND, normed_ND, rstd_N) in scratch: written by head_begin, read until head_end."""
+def _final(ctx: HeadContext, like_ND: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(normed_ND, rstd_N) in scratch: written by head_begin, read until head_end."""
     shape, dtype = tuple(like_ND.shape), like_ND.dtype
     rstd = ctx.scratch("final_rstd", shape[:1], torch.float64 if dtype == torch.float64 else torch.float32)
-    return ctx.scratch("final_x", shape, dtype), ctx.scratch("final_normed", shape, dtype), rstd
+    return ctx.scratch("final_normed", shape, dtype), rstd
 
 
-def head_begin(
-    w: HeadWeights, ctx: HeadContext, residual_ND: torch.Tensor, branch_ND: torch.Tensor, rows: HeadRows
-) -> None:
-    """The final norm; zeroes what the chunks write by rows: losses, log-sum-exps, and the norm's incoming gradient."""
+def head_begin(w: HeadWeights, ctx: HeadContext, x_ND: torch.Tensor, rows: HeadRows) -> None:
+    """The final norm of the blocks' output x_ND; zeroes what the chunks write by rows: losses, log-sum-exps, and the
+    norm's incoming gradient."""
     assert w.final_norm is not None
-    x, normed, rstd = _final(ctx, residual_ND)
-    rms_norm_fwd(residual_ND, branch_ND, w.final_norm, ctx.eps, x, normed, rstd)
-    ctx.scratch("dnormed", tuple(x.shape), x.dtype).zero_()
+    normed, rstd = _final(ctx, x_ND)
+    rms_norm_fwd(x_ND, None, w.final_norm, ctx.eps, x_ND, normed, rstd)
+    ctx.scratch("dnormed", tuple(x_ND.shape), x_ND.dtype).zero_()
     rows.loss_M.zero_()
     rows.lse_M.zero_()
 
@@ -87,7 +86,7 @@ def head_chunk(
     assert w.lm_head is not None
     part = slice(i * rows.chunk, (i + 1) * rows.chunk)
     index, targets = rows.index_M[part], rows.targets_M[part]
-    normed, dtype = _final(ctx, like_ND)[1], like_ND.dtype
+    normed, dtype = _final(ctx, like_ND)[0], like_ND.dtype
     x = ctx.scratch("head_x", (rows.chunk, normed.shape[1]), dtype)
     gather_rows(normed, index, x)
     logits = ctx.scratch("logits", (rows.chunk, w.lm_head.shape[0]), dtype)
@@ -102,10 +101,10 @@ def head_chunk(
     scatter_rows(dx, index, ctx.scratch("dnormed", tuple(like_ND.shape), dtype))
 
 
-def head_end(w: HeadWeights, g: HeadWeights, ctx: HeadContext, dx_ND: torch.Tensor) -> None:
-    """Overwrites dx_ND with the gradient of the loss sum (z-loss included) for residual + branch; adds into
+def head_end(w: HeadWeights, g: HeadWeights, ctx: HeadContext, x_ND: torch.Tensor) -> None:
+    """Overwrites x_ND, the blocks' output, with the gradient of the loss sum (z-loss included) for it; adds into
     g.final_norm."""
     assert w.final_norm is not None
-    x, _, rstd = _final(ctx, dx_ND)
-    dnormed = ctx.scratch("dnormed", tuple(x.shape), x.dtype)
-    rms_norm_bwd(dnormed, x, w.final_norm, rstd, None, dx_ND, g.final_norm)
+    _, rstd = _final(ctx, x_ND)
+    dnormed = ctx.scratch("dnormed", tuple(x_ND.shape), x_ND.dtype)
+    rms_norm_bwd(dnormed, x_ND, w.final_norm, rstd, None, x_ND, g.final_norm)

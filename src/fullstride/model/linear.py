@@ -82,14 +82,13 @@ class Linear:
 
 @dataclass
 class LinearContext:
-    """What linear layers need besides their tensors: products, scratch, the noise's key, whether dropout is on, and how
-    many rows other ranks have before these (each row's dropout is its own)."""
+    """What linear layers need besides their tensors: products, scratch, dropout's key (ops/dropout), and whether it is
+    on."""
 
     matmul: Matmul
     scratch: Scratch
     rng: torch.Tensor
     training: bool = True
-    first_row: int = 0
 
     def drops(self, adapter: Adapter) -> bool:
         """Whether the adapter's x loses elements."""
@@ -100,7 +99,7 @@ class LinearContext:
         if not self.drops(adapter):
             return x_NI
         out = self.scratch("dropped", tuple(x_NI.shape), x_NI.dtype)
-        dropout(x_NI, adapter.dropout, self.rng, adapter.stream, out, first_row=self.first_row)
+        dropout(x_NI, adapter.dropout, self.rng, adapter.stream, out)
         return out
 
 
@@ -163,7 +162,7 @@ def linear_dgrad(linear: Linear, dy_NY: torch.Tensor, dx_NI: torch.Tensor, conte
         branch = context.scratch("dropped", tuple(dx_NI.shape), dx_NI.dtype)
         context.matmul(dy_NY[:, outputs:], adapter.a, branch)
         noise = adapter.dropout, context.rng, adapter.stream
-        dropout(branch, *noise, dx_NI, accumulate=True, first_row=context.first_row)
+        dropout(branch, *noise, dx_NI, accumulate=True)
 
 
 def linear_wgrad(

@@ -20,7 +20,7 @@ import pickle
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
@@ -80,6 +80,18 @@ class Communicator:
         self._closed = threading.Event()
         self._watcher: threading.Thread | None = None
         self._others_wait: weakref.WeakSet[Waiting] = weakref.WeakSet()
+        self._meet: Callable[[str, Sequence[int]], Communicator] | None = None
+        self._subsets: list[Communicator] = []
+        self._divisions = 0
+
+    def divide(self) -> int:
+        """The number of a division into subsets, whose names it belongs into. A collective."""
+        self._divisions += 1
+        return self._divisions
+
+    def meets_by(self, meet: Callable[[str, Sequence[int]], Communicator]) -> None:
+        """How some of these ranks make a group of their own: `subset`."""
+        self._meet = meet
 
     # ---- collectives over flat buffers
 
@@ -115,6 +127,40 @@ class Communicator:
         assert self._group is not None, "these ranks have not met"
         with _loses_peers():
             return _Issued(start(self._group))
+
+    # ---- messages between two
+
+    def send(self, x: torch.Tensor) -> Work:
+        """To the other one of two ranks, which receives as many; x is contiguous. On a CPU it is copied first, so that
+        its reader need not have come."""
+        held = x.clone() if x.device.type == "cpu" else x
+        return self._issue(lambda group: group.send([held], 1 - self.rank, 0))
+
+    def receive(self, x: torch.Tensor) -> Work:
+        """Overwrites x, contiguous, with what the other one of two ranks sends: messages arrive in order."""
+        return self._issue(lambda group: group.recv([x], 1 - self.rank, 0))
+
+    def hand_out(self, x: torch.Tensor, source: int) -> None:
+        """Overwrites x, on the host and contiguous, with that of rank `source`."""
+        options = dist.BroadcastOptions()
+        options.rootRank = source
+        if self.size > 1:
+            self._issue(lambda group: group.broadcast([x], options)).wait()
+
+    # ---- fewer ranks
+
+    def subset(self, name: str, members: Sequence[int], own: bool = False) -> Communicator:
+        """Of some of these ranks, this one among them, in the order given; the same for a name on all of them. It ends
+        with this one. A collective of its members. own: a group of its own also where all are members."""
+        if len(members) == 1:
+            return Communicator(device=self.device)
+        if list(members) == list(range(self.size)) and not own:
+            return self
+        if self._meet is None:  # these ranks have not met: sizes only, for a plan
+            return Communicator(members.index(self.rank), len(members), device=self.device)
+        subset = self._meet(name, members)
+        self._subsets.append(subset)
+        return subset
 
     # ---- between hosts
 
@@ -176,7 +222,7 @@ class Communicator:
         Gloo notices by itself, when the connections close. NCCL's kernels would wait for ever.
         """
         self.lost = True
-        for waiting in list(self._others_wait):
+        for waiting in (*self._others_wait, *self._subsets):
             waiting.abort()
         self._end(self._group)
 
@@ -196,6 +242,8 @@ class Communicator:
         self._closed.set()
         if self._watcher is not None:  # one that is inside the store when the interpreter ends would abort the process
             self._watcher.join()
+        for subset in self._subsets:
+            subset.close()
         if not self.lost:
             self._end(group)
         self.lost = True

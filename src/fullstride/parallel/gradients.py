@@ -1,6 +1,6 @@
 """Gradients behind one protocol: where the backward writes them, how they are reduced over ranks, and who gets what.
 
-    start_micro_step(first, last) -> zero() -> take(block) / full(unit) ... notify(unit) ... -> end_micro_step()
+    start_micro_step(first, last) -> zero(units) -> take(block) / full(unit) ... notify(unit) ... -> end_micro_step()
     finish() -> shards(units)                                                                      for the optimizer
 
 `take(block)` gives the buffers that a block's backward writes, once a micro-step; `full(unit)` those of what is not a
@@ -82,14 +82,14 @@ class UnshardedGradients:
         """first, last: of the update."""
         self._first, self._last = first, last
 
-    def added_into(self) -> list[torch.Tensor]:
-        """What has to be zero when this micro-step begins."""
-        parts = [unit.flat[unit.added] for unit in self._units.values()] if self._first else []
+    def added_into(self, units: Iterable[str]) -> list[torch.Tensor]:
+        """What of `units` has to be zero when this micro-step begins."""
+        parts = [u.flat[u.added] for name, u in self._units.items() if name in units] if self._first else []
         return [part for part in parts if part.numel()]
 
-    def zero(self) -> None:
+    def zero(self, units: Iterable[str]) -> None:
         """Zero what this micro-step adds into from its start."""
-        for part in self.added_into():
+        for part in self.added_into(units):
             part.zero_()
 
     def accumulates(self, unit: str) -> bool:
@@ -167,9 +167,9 @@ class ShardedGradients(UnshardedGradients):
         self._sums, self._blocks, self._rng, self._indices = sums, blocks, rng, indices
         self._under_way: dict[int, tuple[str, Work]] = {}  # by the buffer's address: who is in it
 
-    def added_into(self) -> list[torch.Tensor]:
-        own = [u.flat[u.added] for name, u in self._sharded.items() if name not in self._blocks]
-        return super().added_into() + [part for part in own if part.numel()]
+    def added_into(self, units: Iterable[str]) -> list[torch.Tensor]:
+        own = [u.flat[u.added] for name, u in self._sharded.items() if name in units and name not in self._blocks]
+        return super().added_into(units) + [part for part in own if part.numel()]
 
     def accumulates(self, unit: str) -> bool:
         return unit not in self._sums and super().accumulates(unit)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -59,7 +59,15 @@ def _group(store: dist.Store, rank: int, size: int, device: torch.device, gloo_d
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout, options._devices = TIMEOUT, [gloo_device]
         group = dist.ProcessGroupGloo(store, rank, size, options)
-    return Communicator(rank, size, group, device)
+    comm = Communicator(rank, size, group, device)
+
+    def meet(name: str, members: Sequence[int]) -> Communicator:
+        place = list(members).index(rank)
+        with _meeting():
+            return _group(dist.PrefixStore(name, store), place, len(members), device, gloo_device)
+
+    comm.meets_by(meet)
+    return comm
 
 
 @contextmanager

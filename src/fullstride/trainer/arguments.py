@@ -18,7 +18,7 @@ Array = np.ndarray | torch.Tensor
 
 @dataclass(frozen=True)
 class Batch:
-    """The tokens of one micro-step of all ranks, int32 [world_size * B, T]."""
+    """The tokens of one micro-step of all ranks, int32 [dp * B, T]."""
 
     inputs: np.ndarray
     targets: np.ndarray

@@ -75,21 +75,21 @@ class Failure:
 
 
 class TokenMemory:
-    """The tokens of one micro-step of all ranks, int32 [3, ranks, B, T]: inputs, targets, documents.
+    """The tokens of one micro-step of all ranks, int32 [3, dp, B, T]: inputs, targets, documents.
 
     The caller writes before it sends a command, and workers have read when they answer it.
     """
 
-    def __init__(self, world_size: int, setting: Setting, fd: int | None = None) -> None:
+    def __init__(self, setting: Setting, fd: int | None = None) -> None:
         """fd: of `shared_memory`; None: memory of this process."""
-        shape = (3, world_size, setting.batch_size, setting.seq_len)
-        memory = bytearray(self.size(world_size, setting)) if fd is None else mmap.mmap(fd, 0)
+        shape = (3, setting.options.dp, setting.batch_size, setting.seq_len)
+        memory = bytearray(self.size(setting)) if fd is None else mmap.mmap(fd, 0)
         self._array = np.frombuffer(memory, np.int32).reshape(shape)
 
     @staticmethod
-    def size(world_size: int, setting: Setting) -> int:
+    def size(setting: Setting) -> int:
         """Bytes."""
-        return 3 * world_size * setting.tokens * 4
+        return 3 * setting.options.dp * setting.batch_size * setting.seq_len * 4
 
     def write(self, *arrays: np.ndarray | None) -> None:
         """Inputs, targets and, unless None, documents of all ranks, [ranks * B, T] each."""
@@ -98,7 +98,7 @@ class TokenMemory:
                 place[:] = array.reshape(place.shape)
 
     def read(self, rank: int) -> np.ndarray:
-        """[3, B, T] of one rank."""
+        """[3, B, T] of one data-parallel rank."""
         return self._array[:, rank]
 
 

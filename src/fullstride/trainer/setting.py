@@ -28,9 +28,25 @@ class Setting:
     grad_accum: int
 
     @property
+    def microbatches(self) -> int:
+        """Of a micro-step: what a pipeline takes one after another."""
+        return (self.options.microbatches or self.batch_size) if self.options.pp > 1 else 1
+
+    @property
+    def rows(self) -> int:
+        """Rows of a micro-batch. Raises ConfigError where they are no whole number."""
+        if self.batch_size % self.microbatches:
+            nearest = max(n for n in range(1, self.microbatches) if self.batch_size % n == 0)
+            raise ConfigError(
+                f"batch-size {self.batch_size} does not divide into {self.microbatches} micro-batches; "
+                f"set microbatches to {nearest}"
+            )
+        return self.batch_size // self.microbatches
+
+    @property
     def tokens(self) -> int:
-        """Tokens of a micro-step."""
-        return self.batch_size * self.seq_len
+        """Tokens of a micro-batch."""
+        return self.rows * self.seq_len
 
     def engine(self, config: ModelConfig) -> tuple[LoraSettings | None, EngineSettings]:
         """The engine's arguments. Raises ConfigError for more head_chunks than tokens."""
@@ -53,11 +69,16 @@ class Setting:
             lora = LoraSettings(o.lora_rank, o.lora_alpha, o.lora_dropout, o.lora_targets, o.rslora)
         switches = {"deterministic": o.deterministic, "seed": o.seed, "graphs": o.graphs}
         return lora, EngineSettings(
-            self.batch_size,
+            self.rows,
             self.seq_len,
             precision,
             chunks,
             frozenset(o.recompute),
+            pp=o.pp,
+            tp=o.tp,
+            microbatches=self.microbatches,
+            schedule=o.pp_schedule,
+            chunks=max(1, o.pp_chunks),
             grad_accum=self.grad_accum,
             sharing=Sharing(
                 o.zero, o.grad_reduce == "all-to-all", o.gather_by == "copy", o.send_by == "copy", "grads" in o.offload

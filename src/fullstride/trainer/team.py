@@ -66,15 +66,15 @@ class Team:
 
     def _start(self, config: ModelConfig, setting: Setting) -> None:
         if self.world_size == 1:
-            self.tokens = TokenMemory(1, setting)
+            self.tokens = TokenMemory(setting)
             self.worker = Worker(config, setting, self.comm, self.device, self.tokens)
             self._channels = [LocalChannel(self.worker.run)]
             return
-        fd = shared_memory(TokenMemory.size(self.world_size, setting))
+        fd = shared_memory(TokenMemory.size(setting))
         try:
             for rank in range(self.world_size):
                 self._sockets.append(SocketChannel(rank, fd, self.fail))
-            self.tokens = TokenMemory(self.world_size, setting, fd)
+            self.tokens = TokenMemory(setting, fd)
         finally:
             os.close(fd)
         port, *_ = [channel.receive().value for channel in self._sockets]
@@ -183,7 +183,7 @@ class LaunchedTeam(Team):
 
     def _start(self, config: ModelConfig, setting: Setting) -> None:
         self.comm = join_launched(self.device)
-        self.tokens = TokenMemory(self.world_size, setting)
+        self.tokens = TokenMemory(setting)
         self.worker = Worker(config, setting, self.comm, self.device, self.tokens)
         self.comm.barrier()
         self._channels = [LocalChannel(self.worker.run)]

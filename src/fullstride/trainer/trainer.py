@@ -30,7 +30,7 @@ class Trainer:
     """Trains one model on `gpus` devices, driven from this thread. With device = cpu, `gpus` counts CPU workers.
 
     config: the model's sizes. options: method, LoRA, precision, memory, device, seed. gpus: 0 is all there are. A
-    micro-step has `batch_size` rows of `seq_len` tokens for each of the `world_size` ranks, an update at most
+    micro-step has `batch_size` rows of `seq_len` tokens for each of the `dp` data-parallel ranks, an update at most
     `grad_accum` micro-steps. One rank lives in this process, and its crash is this process's; several have processes of
     their own, ended by `stop` and by the end of this one. Under torchrun this is one rank, and all processes make the
     same calls.
@@ -65,7 +65,7 @@ class Trainer:
         options = options or Options()
         self.world_size, self.device = find_ranks(gpus, resolve_device(options.device))
         check_rules(options, self.world_size)
-        self.options = dataclasses.replace(options, dp=self.world_size).resolved()
+        self.options = dataclasses.replace(options, dp=self.world_size // (options.pp * options.tp)).resolved()
         self.batch_size, self.seq_len, self.grad_accum = batch_size, seq_len, grad_accum
         self._source: Path | None = None  # where the weights came from
         self._saving: Path | None = None  # the checkpoint that is written in the background
@@ -73,7 +73,7 @@ class Trainer:
         self._updates = self._micro_steps = 0  # done; since the last update
         self._supervised = 0  # tokens of all ranks since the last update
         check_sizes(config, batch_size, seq_len, self.device.type)
-        setting = Setting(self.options, batch_size, seq_len, grad_accum)
+        self._setting = setting = Setting(self.options, batch_size, seq_len, grad_accum)
         self._lora, _ = setting.engine(config)  # raises what is wrong with it here
         self._team = (LaunchedTeam if launched() else Team)(config, setting, self.world_size, self.device)
         weakref.finalize(self, self._team.end)  # when it is dropped without `stop`
@@ -215,8 +215,8 @@ class Trainer:
     # ---- training
 
     def step(self, inputs: Array, targets: Array, documents: Array | None = None, z_loss: float = 0.0) -> None:
-        """One micro-step: forward and backward of int32 [world_size * batch_size, seq_len] arrays; rank i trains on
-        rows [i * batch_size, (i + 1) * batch_size).
+        """One micro-step: forward and backward of int32 [dp * batch_size, seq_len] arrays; data-parallel rank i
+        trains on rows [i * batch_size, (i + 1) * batch_size).
 
         targets[:, t] is what inputs[:, t] should predict, -100 = ignored. documents numbers the documents of a row: a
         run of equal numbers is one, and documents do not see each other; None means one a row. z_loss adds
@@ -287,16 +287,19 @@ class Trainer:
         """The arguments, checked."""
         self._check_running()
         self._check_weights()
-        rows = self.world_size * self.batch_size
-        shape = rows, self.seq_len, "batch_size" if self.world_size == 1 else "world_size * batch_size"
+        shape = (
+            self.options.dp * self.batch_size,
+            self.seq_len,
+            "batch_size" if self.options.dp == 1 else "dp * batch_size",
+        )
         ids, labels = plain("inputs", inputs, *shape), plain("targets", targets, *shape)
         numbers = None if documents is None else plain("documents", documents, *shape)
         most = 0
         for name, values in (("inputs", ids), ("targets", labels)):
             check_ids(name, values, self.config.vocab_size)
         if numbers is not None:
-            ends = np.count_nonzero(numbers[:, 1:] != numbers[:, :-1], axis=1).reshape(self.world_size, -1)
-            most = self.batch_size + int(ends.sum(1).max())
+            ends = np.count_nonzero(numbers[:, 1:] != numbers[:, :-1], axis=1).reshape(-1, self._setting.rows)
+            most = self._setting.rows + int(ends.sum(1).max())
             check_documents(most, self.device.type)
         return Batch(ids, labels, numbers, most)
 

@@ -109,11 +109,11 @@ class Worker:
 
     def step(self, documents: int, z_loss: float) -> None:
         """documents: the most that a rank has; 0: every row is one. So in `validate`."""
-        self._engine.micro_step(self._batch(documents), z_loss)
+        self._engine.micro_step(self._batches(documents), z_loss)
         self._places.add(self._documents())
 
     def validate(self, documents: int) -> dict[str, float]:
-        return self._engine.validate(self._batch(documents))
+        return self._engine.validate(self._batches(documents))
 
     def update(self, values: dict[str, Any]) -> dict[str, float]:
         return self._engine.update(**values)
@@ -121,9 +121,14 @@ class Worker:
     def discard(self) -> None:
         self._engine.start_from(self._engine.updates)
 
-    def _batch(self, most: int) -> HostBatch:
-        inputs, targets, documents = self._tokens.read(self.comm.rank)
-        return HostBatch.of(inputs, targets, documents if most else None, most)
+    def _batches(self, most: int) -> list[HostBatch]:
+        """This rank's micro-batches of a micro-step."""
+        arrays, rows = self._tokens.read(self._engine.mesh.dp.rank), self._engine.settings.rows
+        inputs, targets, documents = arrays.reshape(3, -1, rows, arrays.shape[-1])
+        return [
+            HostBatch.of(ids, labels, numbers if most else None, most)
+            for ids, labels, numbers in zip(inputs, targets, documents, strict=True)
+        ]
 
     # ---- queries
 
@@ -141,7 +146,7 @@ class Worker:
         return self._engine.arena.allocations()
 
     def stack_info(self) -> dict[str, int]:
-        return self._engine.scratch.high_water()
+        return self._engine.tools.scratch.high_water()
 
     def gradients(self) -> dict[str, torch.Tensor]:
         state, found = self._engine.state, {}
@@ -178,7 +183,7 @@ class Worker:
 
     def _documents(self) -> int:
         """Places for documents in the micro-step that was loaded last; 0: a row is one."""
-        documents = self._engine.batch.documents
+        documents = self._engine.documents
         return len(documents.boundaries) - 1 if documents.packed else 0
 
 
@@ -202,7 +207,7 @@ def main(rank: int, socket_fd: int, memory_fd: int, caller: int) -> None:
         answer(Outcome(store and store.port))
         config, setting, world_size, port, device, threads = _taken(commands)
         torch.set_num_threads(threads)
-        tokens = TokenMemory(world_size, setting, memory_fd)
+        tokens = TokenMemory(setting, memory_fd)
         worker = Worker(config, setting, join(port, rank, world_size, device), device, tokens)
         answer(Outcome())
         while True:

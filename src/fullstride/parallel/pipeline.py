@@ -1,0 +1,137 @@
+"""Runs one rank's actions of a schedule: receive, act, send.
+
+On a GPU neither the host nor the compute stream waits for more than an action needs: its message is received while the
+action before it runs, and what it sends is sent while the next ones run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+
+from fullstride.parallel.comm import Work
+from fullstride.parallel.mesh import BACKWARD, FORWARD, Mesh
+from fullstride.parallel.schedule import Action, Schedule
+
+
+class Buffers(Protocol):
+    """Of a micro-batch in a stage: what it reads, later that's gradient; what it writes, and before the backward that's
+    gradient. Rows may lie apart."""
+
+    @property
+    def input(self) -> torch.Tensor: ...
+
+    @property
+    def output(self) -> torch.Tensor: ...
+
+
+class Stages(Protocol):
+    """What the actions are done to."""
+
+    def slot(self, stage: int, microbatch: int) -> Buffers:
+        """Where the micro-batch is, or will be."""
+        ...
+
+    def act(self, action: Action) -> None:
+        """Do it: what it needs has been received."""
+
+
+class Pipeline:
+    """This rank's actions of `schedule`, done as micro-batches come."""
+
+    def __init__(self, schedule: Schedule, mesh: Mesh, stages: Stages) -> None:
+        self._schedule, self._mesh, self._stages = schedule, mesh, stages
+        self._rank = mesh.pp.rank
+        self._left: list[Action] = []
+        self._sent: dict[int, Work] = {}  # by the buffer's address
+        device = mesh.world.device
+        on_gpu = mesh.pp.size > 1 and device is not None and device.type == "cuda"
+        self._side = torch.cuda.Stream(device) if on_gpu else None
+        self._used: dict[int, torch.cuda.Event] = {}  # on a GPU: when a slot's last action was over
+        self.restart()
+
+    def restart(self) -> None:
+        """The next micro-batch is the first one."""
+        self._left = list(self._schedule.orders[self._rank])
+        if self._side is not None:
+            self._side.wait_stream(torch.cuda.current_stream())
+
+    def run(self, supplied: int) -> None:
+        """Do what can be done in order when the first `supplied` micro-batches are there."""
+        ready = next((i for i, a in enumerate(self._left) if a.microbatch >= supplied), len(self._left))
+        actions, self._left = self._left[:ready], self._left[ready:]
+        self._do(actions)
+
+    def drain(self, supplied: int) -> None:
+        """Do all that concerns the first `supplied` micro-batches; what is left of the order waits for more. Then the
+        slots are free."""
+        actions = [a for a in self._left if a.microbatch < supplied]
+        self._left = [a for a in self._left if a.microbatch >= supplied]
+        self._do(actions)
+        for buffer in list(self._sent):
+            self._settle(buffer)
+
+    def _do(self, actions: list[Action]) -> None:
+        for action in actions:
+            slot = self._stages.slot(action.stage, action.microbatch)
+            comes, goes = (slot.input, slot.output) if action.kind == "F" else (slot.output, slot.input)
+            travels = action.kind != "W"
+            if travels:
+                self._receive(action, _rows(comes), slot)
+                self._settle(goes.data_ptr())
+            self._stages.act(action)
+            if self._side is not None:
+                self._used.setdefault(slot.input.data_ptr(), torch.cuda.Event()).record()
+            if travels:
+                self._send(action, _rows(goes))
+
+    def _settle(self, buffer: int) -> None:
+        """What was sent from this address is gone, for what follows."""
+        sent = self._sent.pop(buffer, None)
+        if sent is not None:
+            sent.wait()
+
+    # ---- messages
+
+    def _neighbour(self, action: Action, step: int) -> int | None:
+        """The rank `step` stages on, if there is such a stage and it is another's."""
+        stage = action.stage + step
+        if not 0 <= stage < self._schedule.num_stages:
+            return None
+        rank = self._schedule.rank_of(stage)
+        return None if rank == self._rank else rank
+
+    def _receive(self, action: Action, buffer: torch.Tensor, slot: Buffers) -> None:
+        flow, step = (FORWARD, -1) if action.kind == "F" else (BACKWARD, 1)
+        source = self._neighbour(action, step)
+        if source is None:
+            return
+        with self._aside(slot):
+            self._settle(buffer.data_ptr())
+            received = self._mesh.link(source, self._rank, flow).receive(buffer)
+        received.wait()
+
+    @contextmanager
+    def _aside(self, slot: Buffers) -> Iterator[None]:
+        """On a stream that waits for the last action in `slot`, and not for those after it."""
+        if self._side is None:
+            yield
+            return
+        with torch.cuda.stream(self._side):
+            if slot.input.data_ptr() in self._used:
+                self._side.wait_event(self._used[slot.input.data_ptr()])
+            yield
+
+    def _send(self, action: Action, buffer: torch.Tensor) -> None:
+        flow, step = (FORWARD, 1) if action.kind == "F" else (BACKWARD, -1)
+        target = self._neighbour(action, step)
+        if target is not None:
+            self._sent[buffer.data_ptr()] = self._mesh.link(self._rank, target, flow).send(buffer)
+
+
+def _rows(view: torch.Tensor) -> torch.Tensor:
+    """The rows of a matrix [N, n] with what lies between them: contiguous."""
+    return view.as_strided((view.shape[0], view.stride(0)), (view.stride(0), 1))
