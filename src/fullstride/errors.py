@@ -12,6 +12,8 @@ class UsageError(ConfigError):
 class OutOfMemory(ConfigError, MemoryError):
     """A device that cannot hold what a run needs. Commands print it as one line and exit 1."""
 
+    rank = 0  # whose device
+
 
 class DataError(ConfigError):
     """Rows that cannot be trained on. Commands print it as one line and exit 1."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
 import torch
 
 from fullstride.errors import ConfigError
 from fullstride.parallel.comm import Communicator, PeerLost
-from tests.ranks import Pool, together
+from tests.ranks import TIMEOUT, Pool, together
 
 pytestmark = pytest.mark.xdist_group("ranks")
 N = 6
@@ -126,3 +129,43 @@ def test_a_rank_that_fails_is_told_and_does_not_hang_the_tests() -> None:
     with pytest.raises(RuntimeError, match="rank 1 of 2"):
         together(2, failing)
     together(2, collectives, torch.float32, False)  # others were started
+
+
+def given_up(comm: Communicator) -> str:
+    """Rank 1 is there, but stopped; whoever watches it aborts rank 0."""
+    if comm.rank == 1:
+        time.sleep(TIMEOUT / 4)
+        return "stopped"
+    threading.Timer(0.2, comm.abort).start()
+    with pytest.raises(PeerLost, match="another rank is gone"):
+        comm.gather(None)
+    comm.close()
+    return "went on"
+
+
+def test_a_wait_for_a_rank_that_hangs_can_be_ended() -> None:
+    pool = Pool(2)
+    pool._start()
+    for pipe in pool._pipes:
+        pipe.send((given_up, ()))
+    begin = time.monotonic()
+    assert pool._pipes[0].poll(TIMEOUT / 5) and pool._pipes[0].recv() == (False, "went on")
+    pool.stop()
+    assert time.monotonic() - begin < TIMEOUT / 5
+
+
+def parting(comm: Communicator) -> float:
+    time.sleep(comm.rank)
+    begin = time.monotonic()
+    comm.part()
+    waited = time.monotonic() - begin
+    comm.close()
+    comm.part()  # for nobody any more
+    return waited
+
+
+def test_ranks_part_together() -> None:
+    pool = Pool(2)
+    first, second = pool.run(parting)
+    assert first > 0.7 and second < 0.7
+    pool.stop()

@@ -1,5 +1,7 @@
 from pathlib import Path
+
 import pytest
+
 from tests.parity.harness import *
 from tests.parity.test_ranks import METHODS, reference
 

@@ -218,22 +218,41 @@ def test_two_machines_train_as_one(model_dir: Path, data: Path, tmp_path: Path) 
     check_same(out, whole)
 
 
-def test_a_machine_that_fails(model_dir: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both agents end within 30 seconds, and the first failure is named."""
+KILL = "os.kill(os.getpid(), signal.SIGKILL)"
+FAULTS = {
+    "prepare": ("fullstride.run.finetune", "prepare", "raise module.ConfigError('no data here')", "no data here"),
+    # when the other has seen that it lives, and waits for it
+    "killed before they meet": ("fullstride.run.finetune", "prepare", f"time.sleep(6); {KILL}", "gave no sign of life"),
+    "killed in a step": ("fullstride.engine.step", "Engine._update_piece", KILL, "gave no sign of life"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_machine_that_fails(
+    fault: str, model_dir: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both agents end within 30 seconds of it, and the first failure is named."""
+    module, name, code, told = FAULTS[fault]
     (tmp_path / "sitecustomize.py").write_text(
-        "import os\n"
+        "import os, pathlib, signal, time\n"
+        "if 'RANK' in os.environ:\n"
+        "    from fullstride.parallel import presence\n"
+        "    presence.SILENCE = 4.0\n"
         "if os.environ.get('RANK') == '1':\n"
-        "    from fullstride.engine.step import Engine\n"
+        f"    import {module} as module\n"
         "    def fault(*_):\n"
-        "        raise ArithmeticError('the fault')\n"
-        "    Engine._update_piece = fault\n"
+        f"        pathlib.Path({str(tmp_path)!r}, 'when').write_text(str(time.monotonic()))\n"
+        f"        {code}\n"
+        f"    module.{name} = fault\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    begin = time.monotonic()
-    command = words(keys(model_dir, data, tmp_path / "run", **SMALL | {"gpus": 0}))
-    both = agents(command, port=free_port())
+    both = agents(words(keys(model_dir, data, tmp_path / "run", **SMALL | {"gpus": 0})), port=free_port())
     ends = [process.communicate(timeout=60) for process in both]
     assert all(process.returncode not in (0, None) for process in both)
-    assert time.monotonic() - begin < 30
-    assert "fullstride: error: rank 1 failed:" in ends[0][1] and "ArithmeticError: the fault" in ends[0][1]
-    assert "ArithmeticError: the fault" in ends[1][1]
+    assert time.monotonic() - float((tmp_path / "when").read_text()) < 30  # one clock for all processes
+    assert "fullstride: error: rank 1" in ends[0][1] and told in ends[0][1], ends
+    if fault == "killed in a step":
+        last = read_events(tmp_path / "run" / "log.jsonl")[-1]
+        assert (last["event"], last["rank"], last["step"]) == ("failed", 1, 0)
+    else:
+        assert not (tmp_path / "run").exists()

@@ -599,11 +599,21 @@ def test_torchrun(tmp_path: Path) -> None:
             trainer.import_weights("nowhere")
         except ValueError as error:
             print([str(error)])
+        trainer.stop()
+        time.sleep(1.5 * rank)  # in which the others beat on
+        trainer = Trainer(config, Options(device="cpu", dtype="fp32"), gpus=0, batch_size=2, seq_len=6)
+        if rank == 0:
+            time.sleep(1.5)  # an orderly end waits for the others
+        trainer.init_weights(5)
+        print([trainer.validate(tokens, tokens)["tokens"]])
+        if rank == 0:
+            trainer.stop()
+            time.sleep(1.5)  # and so may a process
         """.replace('"run"', f'r"{tmp_path}"'),
     )
     assert done.returncode == 0, done.stderr
     lines = sorted(done.stdout.splitlines())
-    assert len(lines) == 6 and lines[::2] == lines[1::2]
+    assert len(lines) == 8 and lines[::2] == lines[1::2]
     with make(1) as trainer:
         trainer.init_weights(5)
         tokens = np.repeat(np.array([1, 1, 2, 2], np.int32)[:, None], SEQ_LEN, 1)

@@ -45,6 +45,12 @@ class Graphs:
         captured.graph.replay()
         return captured.result
 
+    def drop(self) -> None:
+        """Destroy what was captured; it may still be running."""
+        for captured in self._captured.values():
+            captured.graph.reset()
+        self._captured.clear()
+
     def _capture(self, work: Callable[[], Any]) -> _Captured:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()

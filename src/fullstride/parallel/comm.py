@@ -10,18 +10,20 @@ NCCL runs on a stream of its own and `wait` makes the current stream wait for it
 in a CUDA graph. Gloo's threads begin at once, and there the host waits. Until then neither side's buffers may be
 touched. Buffers are contiguous; `whole` is as long as all ranks' parts, and `part` may be this rank's piece of it.
 
-The process group is torch.distributed's, but not its default one: a notebook that has that keeps it, and two trainers
-can live side by side. How ranks meet is in parallel/rendezvous.
+The process groups are torch.distributed's, but not its default one: a notebook that has that keeps it, and two trainers
+can live side by side. Hosts talk over Gloo also where devices do over NCCL, so they do not wait for what devices have
+still to do. How ranks meet is in parallel/rendezvous, who of a launcher's processes is there in parallel/presence.
 """
 
 from __future__ import annotations
 
+import ctypes
 import pickle
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -29,7 +31,8 @@ import torch.distributed as dist
 
 from fullstride.errors import ConfigError
 
-LAST_WORD = "failed"  # the store's key
+LOOK = 1.0  # seconds after which a host that waits looks whether that is still of use
+PARTING = 30.0  # seconds in which all ranks come to an orderly end
 
 
 class PeerLost(RuntimeError):
@@ -58,12 +61,39 @@ class Done:
 
 
 class _Issued:
+    """Of NCCL: the current stream waits."""
+
     def __init__(self, work: dist.Work) -> None:
         self._work = work
 
     def wait(self) -> None:
         with _loses_peers():
             self._work.wait()
+
+
+class _HostIssued:
+    """Of Gloo: the host waits, and while it does looks whether ranks are gone whose connections are still open."""
+
+    def __init__(self, work: dist.Work, comm: Communicator) -> None:
+        self._work, self._comm = work, comm
+
+    def wait(self, within: float = float("inf")) -> None:
+        """Raises PeerLost also after `within` seconds."""
+        until = time.monotonic() + within
+        while not self._ends(min(LOOK, until - time.monotonic())):
+            if self._comm.lost or time.monotonic() >= until:
+                self._comm.stuck = True
+                raise PeerLost("another rank is gone")
+
+    def _ends(self, within: float) -> bool:
+        with _loses_peers():
+            try:
+                self._work.wait(timedelta(seconds=max(within, 0.001)))
+            except RuntimeError:
+                if not self._work.is_completed():  # so this was our time
+                    return False
+                self._work.wait()
+            return True
 
 
 class Communicator:
@@ -73,12 +103,14 @@ class Communicator:
     gone.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1, group: Any = None, device: torch.device | None = None) -> None:
-        """group: a backend of torch.distributed (ProcessGroupNCCL, ProcessGroupGloo), whose tensors are on `device`."""
+    def __init__(
+        self, rank: int = 0, size: int = 1, group: Any = None, device: torch.device | None = None, hosts: Any = None
+    ) -> None:
+        """group: a backend of torch.distributed (ProcessGroupNCCL, ProcessGroupGloo), whose tensors are on `device`;
+        hosts: one for tensors of the hosts, where that is another."""
         self.rank, self.size, self.lost, self.device = rank, size, False, device
-        self._group, self._store = group, None
-        self._closed = threading.Event()
-        self._watcher: threading.Thread | None = None
+        self.stuck = False  # a wait was given up, and its collective is still under way
+        self._group, self._hosts = group, hosts or group
         self._others_wait: weakref.WeakSet[Waiting] = weakref.WeakSet()
         self._meet: Callable[[str, Sequence[int]], Communicator] | None = None
         self._subsets: list[Communicator] = []
@@ -123,10 +155,17 @@ class Communicator:
         return self._issue(lambda group: group.allreduce([x], options))
 
     def _issue(self, start: Callable[[Any], dist.Work]) -> Work:
+        if self._group is self._hosts:
+            return self._issue_on_hosts(start)
         self.check()
-        assert self._group is not None, "these ranks have not met"
         with _loses_peers():
             return _Issued(start(self._group))
+
+    def _issue_on_hosts(self, start: Callable[[Any], dist.Work]) -> _HostIssued:
+        self.check()
+        assert self._hosts is not None, "these ranks have not met"
+        with _loses_peers():
+            return _HostIssued(start(self._hosts), self)
 
     # ---- messages between two
 
@@ -134,18 +173,23 @@ class Communicator:
         """To the other one of two ranks, which receives as many; x is contiguous. On a CPU it is copied first, so that
         its reader need not have come."""
         held = x.clone() if x.device.type == "cpu" else x
-        return self._issue(lambda group: group.send([held], 1 - self.rank, 0))
+        return self._message(lambda group: group.send([held], 1 - self.rank, 0))
 
     def receive(self, x: torch.Tensor) -> Work:
         """Overwrites x, contiguous, with what the other one of two ranks sends: messages arrive in order."""
-        return self._issue(lambda group: group.recv([x], 1 - self.rank, 0))
+        return self._message(lambda group: group.recv([x], 1 - self.rank, 0))
+
+    def _message(self, start: Callable[[Any], dist.Work]) -> Work:
+        self.check()
+        with _loses_peers():  # Gloo would take a wait that is given up for the end of the connection
+            return _Issued(start(self._group))
 
     def hand_out(self, x: torch.Tensor, source: int) -> None:
         """Overwrites x, on the host and contiguous, with that of rank `source`."""
         options = dist.BroadcastOptions()
         options.rootRank = source
         if self.size > 1:
-            self._issue(lambda group: group.broadcast([x], options)).wait()
+            self._issue_on_hosts(lambda group: group.broadcast([x], options)).wait()
 
     # ---- fewer ranks
 
@@ -169,14 +213,14 @@ class Communicator:
         if self.size == 1:
             return [value]
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        sizes = torch.zeros(self.size, dtype=torch.int64, device=self.device)
+        sizes = torch.zeros(self.size, dtype=torch.int64)
         sizes[self.rank] = len(data)
-        self.all_reduce(sizes).wait()
+        self._issue_on_hosts(lambda group: group.allreduce([sizes], dist.AllreduceOptions())).wait()
         longest = int(sizes.max())
-        part, whole = (torch.zeros(n * longest, dtype=torch.uint8, device=self.device) for n in (1, self.size))
+        part, whole = (torch.zeros(n * longest, dtype=torch.uint8) for n in (1, self.size))
         part[: len(data)] = data
-        self.all_gather(part, whole).wait()
-        pieces = zip(whole.cpu().view(self.size, longest), sizes.tolist(), strict=True)
+        self._issue_on_hosts(lambda group: group._allgather_base(whole, part)).wait()
+        pieces = zip(whole.view(self.size, longest), sizes.tolist(), strict=True)
         return [pickle.loads(piece[:n].numpy().tobytes()) for piece, n in pieces]
 
     def barrier(self) -> None:
@@ -219,12 +263,13 @@ class Communicator:
     def abort(self) -> None:
         """End this rank's waits, from any thread: another rank is gone.
 
-        Gloo notices by itself, when the connections close. NCCL's kernels would wait for ever.
+        Waits on hosts notice by themselves. NCCL's kernels would wait for ever; aborting them returns when all graphs
+        that captured its collectives are gone.
         """
-        self.lost = True
+        group, self.lost = self._group, True
         for waiting in (*self._others_wait, *self._subsets):
             waiting.abort()
-        self._end(self._group)
+        self._end(group)
 
     def aborts(self, waiting: Waiting) -> None:
         """Let `abort` end the waits of `waiting` too, as long as that is in use."""
@@ -235,15 +280,21 @@ class Communicator:
         """Whether there are others, with whom there is contact."""
         return self._group is not None
 
+    def part(self, within: float = PARTING) -> None:
+        """Return when all ranks have come to their end, so that nobody misses what this one takes with it; or when
+        another is gone or has not come after so many seconds, since this one ends all the same."""
+        if self.met and not self.lost:
+            with suppress(PeerLost):
+                self._issue_on_hosts(lambda group: group.barrier(dist.BarrierOptions())).wait(within)
+
     def close(self) -> None:
-        """Leave the group and free its ports; for this rank the others are gone then. Graphs that captured its
+        """Leave the groups and free their ports; for this rank the others are gone then. Graphs that captured its
         collectives must be gone."""
-        group, self._group, self._store = self._group, None, None
-        self._closed.set()
-        if self._watcher is not None:  # one that is inside the store when the interpreter ends would abort the process
-            self._watcher.join()
         for subset in self._subsets:
             subset.close()
+        group, hosts, self._group, self._hosts = self._group, self._hosts, None, None
+        if self.stuck:  # destroying a Gloo group waits for what is under way: this one stays for the process's life
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(hosts))
         if not self.lost:
             self._end(group)
         self.lost = True
@@ -251,36 +302,6 @@ class Communicator:
     def _end(self, group: Any) -> None:
         if group is not None and self.device is not None and self.device.type == "cuda":
             group.abort()
-
-    def watch(self, store: Any) -> None:
-        """From now on, end this rank's waits when another one has left a word with `tell` in `store`."""
-        self._store = store
-
-        def look() -> None:
-            while not self._closed.wait(1):
-                try:
-                    if store.check([LAST_WORD]):
-                        return self.abort()
-                except RuntimeError:  # the store is gone, and with it who started this process
-                    return self.abort()
-
-        self._watcher = threading.Thread(target=look, daemon=True)
-        self._watcher.start()
-
-    def tell(self, word: Any) -> None:
-        """Leave the word of the first failure for the other ranks."""
-        if self._store is not None:
-            self._store.compare_set(LAST_WORD, "", pickle.dumps(word).hex())
-
-    def told(self, within: float) -> Any:
-        """The word of the first failure, waited for so many seconds; None without one."""
-        until = time.monotonic() + within
-        while self._store is not None and time.monotonic() < until:
-            with suppress(RuntimeError):
-                if self._store.check([LAST_WORD]):
-                    return pickle.loads(bytes.fromhex(self._store.get(LAST_WORD).decode()))
-            time.sleep(0.1)
-        return None
 
 
 @contextmanager

@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from fullstride.parallel.comm import Communicator, PeerLost
+from fullstride.parallel.presence import Presence
 
 LOOPBACK = "127.0.0.1"
 # a rank that is gone is noticed in other ways, at once; this only ends a wait for one that hangs
 TIMEOUT = timedelta(minutes=30)
+ANSWER = timedelta(seconds=20)
 
 
 def serve() -> dist.TCPStore:
@@ -33,38 +36,51 @@ def join(port: int, rank: int, size: int, device: torch.device) -> Communicator:
         return _group(store, rank, size, device, dist.ProcessGroupGloo.create_device(hostname=LOOPBACK))
 
 
-def join_launched(device: torch.device) -> Communicator:
-    """The same for a process that torchrun started, perhaps on several machines: its environment says where and who.
-
-    Every call of a process meets the same call of the others.
-    """
-    global _launched
+@cache
+def presence() -> Presence:
+    """Of this process among those that torchrun started, perhaps on several machines: its environment says where and
+    who. Raises PeerLost."""
     with _meeting():
-        store, rank, size = next(dist.rendezvous("env://", timeout=TIMEOUT))
-        _launched += 1
-        store = dist.PrefixStore(f"fullstride/{_launched}", store)
-        comm = _group(store, rank, size, device, dist.ProcessGroupGloo.create_default_device())
-    comm.watch(store)
+        return Presence(*_launcher())
+
+
+def join_launched(device: torch.device) -> Communicator:
+    """`join` for such a process. Every call of a process meets the same call of the others."""
+    here = presence()
+    meeting = here.meet()
+    with _meeting():
+        store, rank, size = _launcher()
+        gloo_device = dist.ProcessGroupGloo.create_default_device()
+        # they are all there: who does not answer soon has ended in between
+        comm = _group(dist.PrefixStore(f"{meeting}", store), rank, size, device, gloo_device, ANSWER)
+    here.guard(comm)
     return comm
 
 
-_launched = 0  # groups so far
+def _launcher() -> tuple[dist.Store, int, int]:
+    """A connection to the launcher's store, this process's rank, and the number of ranks."""
+    store, rank, size = next(dist.rendezvous("env://", timeout=TIMEOUT))
+    return dist.PrefixStore("fullstride", store), rank, size
 
 
-def _group(store: dist.Store, rank: int, size: int, device: torch.device, gloo_device: Any) -> Communicator:
+def _group(
+    store: dist.Store, rank: int, size: int, device: torch.device, gloo_device: Any, within: timedelta = TIMEOUT
+) -> Communicator:
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout, options._devices = within, [gloo_device]
+    group = hosts = dist.ProcessGroupGloo(dist.PrefixStore("hosts", store), rank, size, options)
+    hosts._set_default_timeout(TIMEOUT)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # NCCL connects the devices that are current
-        group = dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options())
-    else:
-        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._timeout, options._devices = TIMEOUT, [gloo_device]
-        group = dist.ProcessGroupGloo(store, rank, size, options)
-    comm = Communicator(rank, size, group, device)
+        nccl_options = dist.ProcessGroupNCCL.Options()
+        nccl_options._timeout = TIMEOUT
+        group = dist.ProcessGroupNCCL(store, rank, size, nccl_options)
+    comm = Communicator(rank, size, group, device, hosts)
 
     def meet(name: str, members: Sequence[int]) -> Communicator:
         place = list(members).index(rank)
         with _meeting():
-            return _group(dist.PrefixStore(name, store), place, len(members), device, gloo_device)
+            return _group(dist.PrefixStore(name, store), place, len(members), device, gloo_device, within)
 
     comm.meets_by(meet)
     return comm

@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections.abc import Callable
-from contextlib import nullcontext, redirect_stdout
+from contextlib import ExitStack, nullcontext, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,14 +15,14 @@ from fullstride.config import FinetuneConfig
 from fullstride.config.keys import build
 from fullstride.data.loader import Batch
 from fullstride.engine.lr import learning_rate
-from fullstride.errors import ConfigError, WorkerError
+from fullstride.errors import ConfigError, OutOfMemory, WorkerError
 from fullstride.run.flops import model_flops, peak_flops
 from fullstride.run.interrupt import Stopped, StopRequest
 from fullstride.run.metrics import EventLog, MetricsFile, read_events, strategy, update_row
 from fullstride.run.plot import plot_loss
 from fullstride.run.prepare import Job, prepare, preview
 from fullstride.run.progress import Progress
-from fullstride.trainer.team import leads
+from fullstride.trainer.team import attended, leads
 from fullstride.trainer.trainer import Trainer
 
 Found = TypeVar("Found")
@@ -56,9 +56,10 @@ def run_finetune(config: FinetuneConfig) -> FinetuneResult:
     Of the processes that torchrun started, each of which comes here, the first writes and prints for all. They share
     the file system in which the run directory is.
     """
-    if leads():
-        return _run(config)
-    with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):
+    with ExitStack() as stack:
+        stack.enter_context(attended())
+        if not leads():
+            stack.enter_context(redirect_stdout(stack.enter_context(Path(os.devnull).open("w"))))
         return _run(config)
 
 
@@ -141,7 +142,7 @@ class Run:
                     # last, so that what a checkpoint counts as done is done
                     if self.config.save_every and step % self.config.save_every == 0:
                         self.save()
-            except WorkerError as error:
+            except (WorkerError, OutOfMemory) as error:
                 self.log.write("failed", step=self.done, rank=error.rank, error=str(error))
                 self.progress.line(f"rank {error.rank} failed after step {self.done}; {self.good()}")
                 raise

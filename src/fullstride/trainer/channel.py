@@ -1,6 +1,6 @@
-"""From the Trainer to its workers: one interface, two channels, and what happens when a worker fails.
+"""From the Trainer to a worker in a process of its own, and what happens when that fails.
 
-    channel.send(command, args)     a worker begins (in this process: does) a command
+    channel.send(command, args)     the worker begins a command
     channel.receive() -> Outcome    it has issued the command's work
 
 Both ends speak in pickles, which say themselves where they end. A worker's last word is a Failure, or silence.
@@ -18,16 +18,16 @@ import subprocess
 import sys
 import tempfile
 import threading
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from fullstride.errors import OutOfMemory, WorkerError
+from fullstride.errors import OutOfMemory
 from fullstride.parallel.comm import PeerLost
+from fullstride.parallel.presence import Failure
 from fullstride.trainer.setting import Setting
 
 Harmless = tuple[type[Exception], ...]
@@ -52,26 +52,6 @@ def attempt(
         raise
     except harmless as error:
         return Outcome(refusal=error)
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Why a rank is no longer usable."""
-
-    rank: int
-    story: str
-    memory: bool = False  # it ran out of memory
-    consequence: bool = False  # of another rank's failure, most likely
-
-    @classmethod
-    def of(cls, rank: int, error: BaseException) -> Failure:
-        if isinstance(error, OutOfMemory):
-            return cls(rank, str(error), memory=True)
-        text = "".join(traceback.format_exception(error))
-        return cls(rank, f"failed:\n{text}", consequence=isinstance(error, PeerLost))
-
-    def error(self) -> Exception:
-        return OutOfMemory(f"rank {self.rank}: {self.story}") if self.memory else WorkerError(self.rank, self.story)
 
 
 class TokenMemory:
@@ -111,27 +91,6 @@ def shared_memory(size: int) -> int:
             fd = os.dup(file.fileno())
     os.ftruncate(fd, size)
     return fd
-
-
-class Channel(Protocol):
-    """The way to one rank."""
-
-    def send(self, command: str, args: tuple[Any, ...], harmless: Harmless) -> None: ...
-
-    def receive(self) -> Outcome: ...
-
-
-class LocalChannel:
-    """The way to the rank in this process."""
-
-    def __init__(self, run: Callable[[str, tuple[Any, ...]], Any]) -> None:
-        self._run, self._outcome = run, Outcome()
-
-    def send(self, command: str, args: tuple[Any, ...], harmless: Harmless) -> None:
-        self._outcome = attempt(self._run, command, args, harmless)
-
-    def receive(self) -> Outcome:
-        return self._outcome
 
 
 class SocketChannel:

@@ -23,7 +23,7 @@ from fullstride.model.spec import ModelConfig, num_parameters, parameter_table
 from fullstride.ops.cross_entropy import IGNORED
 from fullstride.trainer.arguments import Array, Batch, check_ids, check_values, plain, positive
 from fullstride.trainer.setting import DTYPES, Setting
-from fullstride.trainer.team import LaunchedTeam, Team, find_ranks, launched
+from fullstride.trainer.team import find_ranks, make_team
 
 
 class Trainer:
@@ -75,7 +75,7 @@ class Trainer:
         check_sizes(config, batch_size, seq_len, self.device.type)
         self._setting = setting = Setting(self.options, batch_size, seq_len, grad_accum)
         self._lora, _ = setting.engine(config)  # raises what is wrong with it here
-        self._team = (LaunchedTeam if launched() else Team)(config, setting, self.world_size, self.device)
+        self._team = make_team(config, setting, self.world_size, self.device)
         weakref.finalize(self, self._team.end)  # when it is dropped without `stop`
 
     @classmethod
@@ -108,8 +108,9 @@ class Trainer:
     def engine(self) -> Engine:
         """The engine of the rank in this process; there is none where ranks have processes of their own."""
         self._check_running()
-        assert self._team.worker is not None and self._team.worker.engine is not None
-        return self._team.worker.engine
+        engine = self._team.worker.engine
+        assert engine is not None
+        return engine
 
     def agree(self, value: Any) -> list[Any]:
         """Under torchrun the (pickled) `value` of every process, on each of them, which all make this call; else

@@ -34,8 +34,9 @@ from fullstride.errors import OutOfMemory
 from fullstride.memory.arena import capacity, free_memory, shortage
 from fullstride.model.spec import ModelConfig
 from fullstride.parallel.comm import Communicator
+from fullstride.parallel.presence import Failure
 from fullstride.parallel.rendezvous import join, serve
-from fullstride.trainer.channel import Failure, Outcome, TokenMemory, attempt
+from fullstride.trainer.channel import Outcome, TokenMemory, attempt
 from fullstride.trainer.remedy import remedy
 from fullstride.trainer.setting import DTYPES, Setting
 from fullstride.trainer.telemetry import PeakMemory, device_info
@@ -68,6 +69,16 @@ class Worker:
         """Do one command."""
         with torch.no_grad(), self._memory():
             return getattr(self, command)(*args)
+
+    def settle(self) -> None:
+        """Return when the device has done what was issued."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def close(self) -> None:
+        """Drop the graphs, for whose end the communicator's waits, though somebody may still hold the engine."""
+        if self.engine is not None:
+            self.engine.graphs.drop()
 
     @property
     def _engine(self) -> Engine:
