@@ -105,6 +105,12 @@ def test_chunks_and_weights_are_told_apart() -> None:
     assert weights.splitlines()[1] == "rank 1 .....0>>>>0<<<<1>>>>1<<<<0****1****"
 
 
+def test_what_is_too_short_for_its_number_shows_its_mark_alone() -> None:
+    """Digits of two micro-batches side by side would read as another one's."""
+    rows = picture(run("zb-h1", 2, 2, F=1.0, B=1.0, W=0.2), width=44).splitlines()[:2]
+    assert rows == ["rank 0 0>>>>1>>>>.....0<<<<*....1<<<<*", "rank 1 .....0>>>>0<<<<1>>>>1<<<<**...."]
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_pictures_fit_and_say_what_ran(name: str) -> None:
     for microbatches in (1, 8, 24, 130):

@@ -83,7 +83,7 @@ def picture(timeline: Timeline, width: int = 120) -> str:
 
 def _rows(timeline: Timeline, width: int) -> list[str]:
     """A row a rank, one character a column, at the widest scale that fits `width`, else at the narrowest that is read:
-    the shortest forward shows its micro-batch and its mark."""
+    the shortest forward shows its micro-batch and its mark (what is too short for that, its mark alone)."""
     schedule = timeline.schedule
     begin = min(timeline.start.values())
     shortest = min(timeline.end[a] - timeline.start[a] for a in timeline.start if a.kind == "F")
@@ -91,15 +91,18 @@ def _rows(timeline: Timeline, width: int) -> list[str]:
     columns = next((n for n in range(needed + 3, needed, -1) if timeline.total * n / shortest <= width), needed)
 
     def column(time: float) -> int:
-        return round((time - begin) * columns / shortest)
+        # what is exactly between two columns goes one way, whatever its last bits: cells of one length stay so
+        return math.floor((time - begin) * columns / shortest + 0.5 + 1e-6)
 
     rows = []
     for order in schedule.orders:
         row = ""
         for action in order:
             cells = column(timeline.end[action]) - column(timeline.start[action])
-            mark = MARKS[action.kind]
-            row = row.ljust(column(timeline.start[action]), IDLE) + _cell(schedule, action).ljust(cells, mark)[:cells]
+            mark, cell = MARKS[action.kind], _cell(schedule, action)
+            row = row.ljust(column(timeline.start[action]), IDLE) + (cell if len(cell) <= cells else "").ljust(
+                cells, mark
+            )
         rows.append(row.ljust(column(begin + timeline.total), IDLE))
     return rows
 
