@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from fullstride.config import DTYPES, FLASH4_VERSION, LORA_TARGETS, FinetuneConfig, Options, resolve_attention
-from fullstride.config.commands import BenchConfig, GenerateConfig
+from fullstride.config.commands import BenchConfig, GenerateConfig, PlanConfig
 from fullstride.config.keys import BOUNDS, build, dump_toml, help_text, parse
 from fullstride.data.chat import Supervise, Truncate
 from fullstride.engine.lr import SCHEDULES
@@ -204,7 +204,7 @@ def test_options_are_those_of_the_run() -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("cls", [FinetuneConfig, BenchConfig, GenerateConfig])
+@pytest.mark.parametrize("cls", [FinetuneConfig, BenchConfig, PlanConfig, GenerateConfig])
 def test_every_number_must_be_finite(cls: type, value: float) -> None:
     needed = RUN if cls is FinetuneConfig else {"model": "m"} | ({"prompt": "p"} if cls is GenerateConfig else {})
     numbers = [f.name for f in dataclasses.fields(cls) if f.type.split(" | ")[0] in ("int", "float")]
@@ -218,7 +218,7 @@ def test_every_number_must_be_finite(cls: type, value: float) -> None:
 
 def test_every_number_has_bounds() -> None:
     """A key without any would take nonsense: -1, or what float32 has no room for."""
-    for cls in (FinetuneConfig, BenchConfig, GenerateConfig):
+    for cls in (FinetuneConfig, BenchConfig, PlanConfig, GenerateConfig):
         for f in dataclasses.fields(cls):
             if f.type.split(" | ")[0] in ("int", "float") and f.name != "resume":
                 assert f.metadata["now"] or any(f.metadata[bound] is not None for bound, _, _ in BOUNDS), f.name

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from fullstride.config import Options
     from fullstride.model.spec import ModelConfig
     from fullstride.run.finetune import finetune
+    from fullstride.run.plan import plan
     from fullstride.trainer.trainer import Trainer
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "WorkerError",
     "__version__",
     "finetune",
+    "plan",
 ]
 
 # imported when first asked for: the command line's help should not wait for torch
@@ -33,6 +35,7 @@ _LAZY = {
     "Options": "fullstride.config",
     "Trainer": "fullstride.trainer.trainer",
     "finetune": "fullstride.run.finetune",
+    "plan": "fullstride.run.plan",
 }
 
 

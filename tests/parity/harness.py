@@ -34,7 +34,7 @@ CONFIG = ModelConfig(
     vocab_size=61,
     hidden_size=40,
     intermediate_size=56,
-    num_hidden_layers=3,
+    num_hidden_layers=4,
     num_attention_heads=4,
     num_key_value_heads=2,
     head_dim=16,
@@ -180,6 +180,8 @@ def run_rank(
         trace.weights |= {f"{unit.name}.{name}": value for name, value in state.values(unit).items()}
     if isinstance(trainer, Trainer):
         trainer.stop()
+    else:
+        trainer.engine.mesh.close()
     return trace
 
 

@@ -13,11 +13,12 @@ import torch
 from fullstride.config import Options
 from fullstride.config.commands import BenchConfig
 from fullstride.errors import ConfigError
+from fullstride.model.flops import lora_parameters
 from fullstride.model.presets import PRESETS, preset
 from fullstride.model.spec import ModelConfig, num_parameters, parameter_table
 from fullstride.run import bench
 from fullstride.run.bench import check_trains, model_config, run_bench
-from fullstride.run.flops import lora_parameters, model_flops, peak_flops
+from fullstride.run.flops import model_flops, peak_flops
 from fullstride.run.kinds import KINDS, TimeByKind
 from fullstride.trainer.setting import Setting
 from fullstride.trainer.trainer import Trainer
@@ -214,7 +215,8 @@ def test_flops_of_a_model_by_hand() -> None:
 def test_lora_parameters_are_what_the_trainer_trains() -> None:
     options = Options(method="lora", lora_rank=3, lora_targets=("q_proj", "down_proj"), device="cpu")
     with Trainer(TINY, options, batch_size=1, seq_len=4) as trainer:
-        assert trainer.num_parameters[0] == lora_parameters(TINY, 3, ("q_proj", "down_proj"))
+        layer = lora_parameters(TINY, 3, ("q_proj", "down_proj"))
+        assert trainer.num_parameters[0] == TINY.num_hidden_layers * layer
 
 
 def test_peaks_of_known_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

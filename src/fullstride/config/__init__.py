@@ -162,6 +162,11 @@ class Options:
                 f"gather-by and send-by = copy need memory that processes share as on Linux, this is {sys.platform}; "
                 "set nccl for both, or leave them out"
             )
+        decided = self.decided(device)
+        return dataclasses.replace(decided, attention=resolve_attention(self.attention, device, decided.dtype))
+
+    def decided(self, device: str) -> Self:
+        """As `resolved` for a machine with `device` (cuda, cpu), without looking at it; attention stays as it is."""
         dtype = self.dtype or default_dtype(device)
         return dataclasses.replace(
             self,
@@ -174,7 +179,6 @@ class Options:
             master_dtype=self.master_dtype or ("fp32" if self.method == "lora" else dtype),
             m_dtype=self.m_dtype or "fp32",
             v_dtype=self.v_dtype or "fp32",
-            attention=resolve_attention(self.attention, device, dtype),
         )
 
 

@@ -66,3 +66,8 @@ class Mesh:
     def link(self, source: int, target: int, flow: str) -> Communicator:
         """Between this rank's stages and another rank's, both by their place in pp."""
         return self._links[source, target, flow]
+
+    def close(self) -> None:
+        """Leave the groups that are the mesh's own."""
+        for comm in {self.dp, self.pp, self.tp, self.model, self.ends, *self._links.values()} - {self.world}:
+            comm.close()

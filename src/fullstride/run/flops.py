@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fullstride.config import Options
+from fullstride.model.flops import head_flops, layer_flops, lora_parameters
 from fullstride.model.spec import ModelConfig
 
 # Dense bf16 FLOP/s from the vendor's data sheets. The first name that is part of the device's name counts.
@@ -19,35 +20,18 @@ PEAKS = (
 )
 
 
-def lora_parameters(config: ModelConfig, rank: int, targets: tuple[str, ...]) -> int:
-    """Elements of all adapters: R * (inputs + outputs) for each target of each layer."""
-    width, ffn = config.hidden_size, config.intermediate_size
-    sizes = {
-        "q_proj": (width, config.q_size),
-        "k_proj": (width, config.kv_size),
-        "v_proj": (width, config.kv_size),
-        "o_proj": (config.q_size, width),
-        "gate_proj": (width, ffn),
-        "up_proj": (width, ffn),
-        "down_proj": (ffn, width),
-    }
-    return config.num_hidden_layers * rank * sum(sum(sizes[target]) for target in targets)
-
-
 def model_flops(config: ModelConfig, options: Options, tokens: int, squared_lengths: int) -> float:
-    """FLOPs that one update needs, recomputation not counted (PaLM's model FLOPs, arXiv 2204.02311, appendix B).
+    """FLOPs that one update needs, recomputation not counted (model/flops has the formulas).
 
-    Each weight of a matrix product costs 2 FLOPs a token in the forward, the input gradient and the weight gradient; a
-    frozen weight has no weight gradient. Causal attention costs 2 * n^2 * H * E a layer in the forward and twice that
-    in the backward for a document of n tokens; `squared_lengths` is the sum of n^2 over the documents.
+    `squared_lengths` is the sum of n^2 over the documents of n tokens.
     """
-    c = config
-    layer = c.hidden_size * (2 * c.q_size + 2 * c.kv_size + 3 * c.intermediate_size)
-    weights = c.num_hidden_layers * layer + c.vocab_size * c.hidden_size
-    attention = 6 * c.num_hidden_layers * c.q_size * squared_lengths
-    if options.method == "full":
-        return 6 * weights * tokens + attention
-    return (4 * weights + 6 * lora_parameters(c, options.lora_rank, options.lora_targets)) * tokens + attention
+    layer = layer_flops(config, adapter_elements(config, options), tokens, squared_lengths)
+    return config.num_hidden_layers * sum(layer) + sum(head_flops(config, options.method == "full", tokens))
+
+
+def adapter_elements(config: ModelConfig, options: Options) -> int | None:
+    """Elements of a layer's adapters; None where there are none."""
+    return lora_parameters(config, options.lora_rank, options.lora_targets) if options.method == "lora" else None
 
 
 def peak_flops(options: Options) -> float | None:
