@@ -95,10 +95,9 @@ def make_schedule(name: str, num_ranks: int, microbatches: int, chunks: int = 1)
             for stage in (range(chunks) if kind == "F" else reversed(range(chunks)))
         ]
         return Schedule(name, num_ranks, chunks, microbatches, (tuple(alone),))
-    # a last group of fewer micro-batches than ranks is a whole one of which some are left out
-    whole = -(-microbatches // num_ranks) * num_ranks if name == "interleaved" else microbatches
-    orders = tuple(_order(name, rank, num_ranks, whole, chunks) for rank in range(num_ranks))
-    return Schedule(name, num_ranks, chunks, whole, orders).first(microbatches)
+    orders = tuple(_order(name, rank, num_ranks, microbatches, chunks) for rank in range(num_ranks))
+    # groups are whole: a last one of fewer micro-batches than ranks is one of which some are left out
+    return Schedule(name, num_ranks, chunks, microbatches, orders).first(microbatches)
 
 
 def forward_only(num_ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
@@ -128,7 +127,7 @@ def _check(name: str, num_ranks: int, microbatches: int, chunks: int) -> None:
 
 
 def _order(name: str, rank: int, num_ranks: int, microbatches: int, chunks: int) -> tuple[Action, ...]:
-    """The actions of `rank` by the rule above; `microbatches` is a multiple of the ranks where there are chunks."""
+    """The actions of `rank` by the rule above, the last group of micro-batches filled up."""
     ahead = {
         "gpipe": microbatches,
         "1f1b": num_ranks - rank,
@@ -151,7 +150,7 @@ def _order(name: str, rank: int, num_ranks: int, microbatches: int, chunks: int)
 
 
 def _in_groups(kind: str, stages: Sequence[int], microbatches: int, group: int) -> list[Action]:
-    """Groups of micro-batches one after another, each through all `stages` before the next."""
+    """Groups of micro-batches one after another, all whole, each through all `stages` before the next."""
     starts = range(0, microbatches, group)
     return [Action(kind, stage, start + i) for start in starts for stage in stages for i in range(group)]
 
