@@ -150,6 +150,11 @@ class Options:
                     raise UsageError(f"{dashed(name)} contradicts method = full; set method = lora or leave it out")
         check_rules(self, self._ranks())
 
+    @property
+    def ranks(self) -> int:
+        """All of them, of resolved options."""
+        return self.dp * self.pp * self.tp
+
     def _ranks(self) -> int:
         """As far as these keys tell."""
         return (self.dp or 1) * self.pp * self.tp

@@ -28,70 +28,32 @@ class BenchConfig(CommandOptions):
 
 @dataclass(frozen=True)
 class PlanConfig(CommandOptions):
-    """Keys of `plan`: those of the micro-step and of what is shown, then the Trainer's options. Where pipelines are
-    concerned it plans what does not train yet."""
+    """Keys of `plan`: those of the micro-step and of what is shown, then the Trainer's options."""
 
     model: str = key("", "built-in name, directory or config.json; without one --show-schedule has stages all alike")
     seq_len: int = key(1024, "tokens per row", at_least=2)
     batch_size: int = key(0, "rows per rank and micro-step; automatic: microbatches, or 4", at_least=0)
     grad_accum: int = key(1, "micro-steps per update, which pass a pipeline without a drain between them", at_least=1)
-    gpus: int = key(0, "GPUs, or with device = cpu workers; automatic: pp times dp", at_least=0, may_change=True)
-    pp: int = key(1, "pipeline stages, each on a GPU", at_least=1, may_change=True)
-    pp_schedule: str = key("1f1b", "pipeline schedule", choices=("1f1b", "gpipe", "interleaved", "zb-h1"))
-    chunks: int = key(2, "stages that a GPU has with pp-schedule = interleaved", at_least=2)
-    microbatches: int = key(
-        0, "micro-batches per micro-step where pp is above 1; automatic: batch-size", at_least=0, may_change=True
-    )
+    gpus: int = key(0, "GPUs, or with device = cpu workers; automatic: pp x dp x tp", at_least=0, may_change=True)
     device: str = key("cuda", "where it would run", choices=("cuda", "cpu"), may_change=True)
     gpu_memory: float = key(0.0, "GB (1e9 bytes) that must suffice; automatic: not compared", at_least=0)
     show_schedule: bool = key(False, "draw what every stage does when")
     json: str = key("", "file to write the result to")
 
     def __post_init__(self) -> None:
-        check_fields(self)
-        ranks = self.pp * max(1, self.dp)
-        if self.gpus % self.pp or (self.gpus and self.dp and self.gpus != ranks):
-            raise UsageError(
-                f"gpus must be pp times dp, got gpus = {self.gpus}, pp = {self.pp}"
-                f"{f', dp = {self.dp}' if self.dp else ''}; set gpus = "
-                f"{ranks if self.dp else max(1, self.gpus // self.pp) * self.pp}, or leave it out"
-            )
         super().__post_init__()
-        if self.pp == 1 and self.microbatches:
-            raise UsageError(
-                f"microbatches = {self.microbatches} splits a micro-step for a pipeline, got pp = 1; "
-                "set pp, or leave microbatches out"
-            )
-        if self.chunks != 2 and self.pp_schedule != "interleaved":
-            raise UsageError(
-                f"chunks = {self.chunks} concerns pp-schedule = interleaved, got {self.pp_schedule}; "
-                "set pp-schedule = interleaved, or leave chunks out"
-            )
-        if self.batch_size and self.microbatches and self.batch_size % self.microbatches:
-            near = min(
-                (n for n in range(1, self.batch_size + 1) if self.batch_size % n == 0),
-                key=lambda n: abs(n - self.microbatches),
-            )
-            raise UsageError(
-                f"microbatches = {self.microbatches} does not divide batch-size = {self.batch_size}; "
-                f"set microbatches = {near}"
-            )
         if not self.model and not self.show_schedule:
             raise UsageError("model is missing; give --model, or --show-schedule for a schedule of stages all alike")
         if not self.model and self.gpu_memory:
             raise UsageError("gpu-memory needs a model to compare with; give --model, or leave gpu-memory out")
-
-    def _ranks(self) -> int:
-        return self.gpus // self.pp if self.gpus else self.dp or 1
 
     def resolved(self) -> Self:
         """As Options.resolved for a machine that need not be this one, with torch's own attention if not told else."""
         return dataclasses.replace(
             self.decided(self.device),
             attention=self.attention or "torch",
-            gpus=self.pp * self._ranks(),
+            gpus=self._ranks(),
             batch_size=self.batch_size or self.microbatches or 4,
-            microbatches=self.microbatches or (self.batch_size or 4 if self.pp > 1 else 0),
         )
 
 

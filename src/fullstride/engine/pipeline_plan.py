@@ -43,12 +43,31 @@ class Work:
     tokens: int
     squared_lengths: int
 
+    @property
+    def layer(self) -> Passes:
+        """FLOPs of a layer."""
+        return layer_flops(self.config, self.adapters, self.tokens, self.squared_lengths)
+
+    @property
+    def head(self) -> Passes:
+        """FLOPs of the head."""
+        return head_flops(self.config, self.adapters is None, self.tokens)
+
+
+def deal_layers(work: Work, num_ranks: int, chunks: int) -> list[range]:
+    """The layers of every stage, balanced by FLOPs. The embedding, a look-up, counts as nothing.
+
+    Raises ConfigError for fewer layers than stages.
+    """
+    sizes = work.config.num_hidden_layers, num_ranks * chunks
+    return split_layers(*sizes, layer_cost=sum(work.layer), last_cost=sum(work.head), chunks=chunks)
+
 
 def plan_pipeline(
     name: str, num_ranks: int, microbatches: int, chunks: int = 1, work: Work | None = None
 ) -> PipelinePlan:
     """The schedule of these arguments (as of parallel/schedule.make_schedule) in time, the model's layers over its
-    stages. The embedding, a look-up, counts as nothing. Without `work` there are no layers, and every rank takes a unit
+    stages. Without `work` there are no layers, and every rank takes a unit
     of time for a forward and for each half of a backward.
 
     Raises ConfigError as make_schedule does, and for fewer layers than stages.
@@ -57,12 +76,10 @@ def plan_pipeline(
     if work is None:
         costs = [Passes(*(1 / chunks for _ in Passes._fields))] * schedule.num_stages
         return PipelinePlan([], costs, in_time(schedule, costs))
-    layer = layer_flops(work.config, work.adapters, work.tokens, work.squared_lengths)
-    head = head_flops(work.config, work.adapters is None, work.tokens)
-    sizes = work.config.num_hidden_layers, schedule.num_stages
-    layers = split_layers(*sizes, layer_cost=sum(layer), last_cost=sum(head), chunks=chunks)
+    layer, head, layers = work.layer, work.head, deal_layers(work, num_ranks, chunks)
     costs = [Passes(*(len(part) * cost for cost in layer)) for part in layers]
-    costs[-1] = Passes(*(own + more for own, more in zip(costs[-1], head, strict=True)))
+    own = costs[-1]  # the head does all its work in the backward (engine/stage)
+    costs[-1] = Passes(own.forward, own.for_input + head.forward + head.for_input, own.for_weights + head.for_weights)
     return PipelinePlan(layers, costs, in_time(schedule, costs))
 
 

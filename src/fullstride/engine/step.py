@@ -20,11 +20,13 @@ import torch
 from fullstride.engine.batch import DeviceBatch, HostBatch
 from fullstride.engine.graphs import Graphs
 from fullstride.engine.optimizer import Optimizer
+from fullstride.engine.pipeline_plan import Work, deal_layers
 from fullstride.engine.stage import LSE_MAX, TOKENS, Slot, Stage, Tools, fold_block
 from fullstride.engine.state import Precision, Sharing, State
 from fullstride.memory.arena import Arena, Scratch
 from fullstride.memory.saved import SavedBuffers, SavedTensor
 from fullstride.model.block import saved_table
+from fullstride.model.flops import lora_parameters
 from fullstride.model.lora import LoraSettings, adapter_columns
 from fullstride.model.spec import ModelConfig, Unit
 from fullstride.ops.attention import Documents
@@ -33,7 +35,7 @@ from fullstride.ops.rope import Rope, rope_frequencies, rope_tables
 from fullstride.parallel.comm import Communicator
 from fullstride.parallel.mesh import Mesh
 from fullstride.parallel.pipeline import Pipeline
-from fullstride.parallel.schedule import Action, forward_only, make_schedule, peak_live, split_layers
+from fullstride.parallel.schedule import Action, forward_only, make_schedule, peak_live
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ class Engine:
         self.dtype = dtype = settings.precision.param
         stats = torch.float64 if dtype == torch.float64 else torch.float32
         adapted = {} if lora is None else adapter_columns(lora)
-        self.layers = split_stages(config, settings)
+        self.layers = split_stages(config, lora, settings)
         self.schedule = make_schedule(settings.schedule, self.mesh.pp.size, settings.window, settings.chunks)
         held = [self.layers[number] for number in self.schedule.stages(self.mesh.pp.rank)]
         noise = self.arena.zeros("batch", (3,), torch.int64)
@@ -282,9 +284,12 @@ class Evaluation:
             self.sums += sums
 
 
-def split_stages(config: ModelConfig, settings: EngineSettings) -> list[range]:
-    """The layers of every stage."""
-    return split_layers(config.num_hidden_layers, settings.pp * settings.chunks)
+def split_stages(config: ModelConfig, lora: LoraSettings | None, settings: EngineSettings) -> list[range]:
+    """The layers of every stage, balanced by their FLOPs in rows that are one document."""
+    tokens = settings.rows * settings.seq_len
+    adapters = None if lora is None else lora_parameters(config, lora.rank, lora.targets)
+    work = Work(config, adapters, tokens, tokens * settings.seq_len)
+    return deal_layers(work, settings.pp, settings.chunks)
 
 
 def make_matmul(settings: EngineSettings, arena: Arena) -> Matmul:

@@ -112,7 +112,7 @@ def run_bench(config: BenchConfig) -> dict[str, Any]:
     if config.device == "cuda":
         head_chunk = -(-setting.tokens // setting.head_chunks(model))
         work = head_chunk, config.method == "full", DTYPES[config.dtype], config.attention == "flash4"
-        ceiling = options.dp * bare_ceiling(model, config.batch_size, config.seq_len, *work)
+        ceiling = options.ranks * bare_ceiling(model, config.batch_size, config.seq_len, *work)
     result = described(config, model, setting, measured, parameters, ceiling)
     print(table(result))
     if config.json:
@@ -143,7 +143,7 @@ def described(
         "attention_library": config.attention,
         "device": device_name(config.device),
         "strategy": strategy(options),
-        "gpus": options.dp,
+        "gpus": options.ranks,
         "batch_size": config.batch_size,
         "seq_len": config.seq_len,
         "grad_accum": grad_accum,
@@ -158,7 +158,7 @@ def described(
         "ceiling_tokens_per_sec": ceiling,
         "share_of_ceiling": None if ceiling is None else tokens / seconds / ceiling,
         "model_tflops_per_sec": flops / seconds / 1e12,
-        "mfu": None if peak is None else flops / seconds / (peak * options.dp),
+        "mfu": None if peak is None else flops / seconds / (peak * options.ranks),
         "peak_memory_gb": measured.peak_bytes / 1e9,
         "device_memory_gb": None if measured.device_bytes is None else measured.device_bytes / 1e9,
         "host_ms_per_micro_step": None if measured.host is None else 1e3 * statistics.median(measured.host),
@@ -204,7 +204,7 @@ def measure(trainer: Trainer, grad_accum: int, updates: int, lr: float) -> Measu
     What looks closer and so disturbs (waiting before every micro-step, profiling) comes after the timed rounds.
     """
     rng = np.random.default_rng(0)
-    shape = (trainer.world_size * trainer.batch_size, trainer.seq_len + 1)
+    shape = (trainer.options.dp * trainer.batch_size, trainer.seq_len + 1)
     window = [rng.integers(trainer.config.vocab_size, size=shape, dtype=np.int32) for _ in range(grad_accum)]
     pairs = [(np.ascontiguousarray(ids[:, :-1]), np.ascontiguousarray(ids[:, 1:])) for ids in window]
     metrics: list[dict[str, float]] = []

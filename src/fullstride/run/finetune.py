@@ -234,7 +234,7 @@ class Run:
             tokens=tokens,
             seconds=seconds,
             peak_bytes=self.trainer.peak_memory(),
-            mfu=None if self.peak is None else flops / seconds / (self.peak * c.dp),
+            mfu=None if self.peak is None else flops / seconds / (self.peak * c.ranks),
             strategy=strategy(c),
         )
         self.done, self.position, self.loss = step, job.loader.position, metrics["loss"]

@@ -33,8 +33,9 @@ GIGABYTE = 1e9
 
 
 def strategy(options: Options) -> str:
-    """How resolved `options` split the work: `single`, `dp2-zero1`, ..."""
-    return "single" if options.dp == 1 else f"dp{options.dp}-zero{options.zero}"
+    """How resolved `options` split the work: `single`, `dp2-zero1`, `pp2`, `dp2-pp2-zero1`, ..."""
+    parts = [f"{name}{getattr(options, name)}" for name in ("dp", "pp", "tp") if getattr(options, name) > 1]
+    return "-".join([*parts, *([f"zero{options.zero}"] if options.dp > 1 else [])]) or "single"
 
 
 def update_row(

@@ -19,7 +19,6 @@ from fullstride.trainer.setting import Setting
 
 GIGABYTE = 1e9
 UNLIMITED = 2**63  # the host's memory is not known
-NO_MEMORY = "of pipeline stages is not predicted yet"
 
 
 def plan(**keys: Any) -> dict[str, Any]:
@@ -36,12 +35,12 @@ def run_plan(config: PlanConfig) -> dict[str, Any]:
     if config.json:
         check_file(Path(config.json))
     model = model_config(config.model) if config.model else None
+    setting = Setting(config, config.batch_size, config.seq_len, config.grad_accum)
     result: dict[str, Any] = {"run": described(config, model), "memory": None, "pipeline": None}
     if model is not None:
-        check_sizes(model, config.batch_size // (config.microbatches or 1), config.seq_len, config.device)
-        if config.pp == 1:
-            result["memory"] = memory(config, model)
-    pipeline = planned_pipeline(config, model) if config.pp > 1 or config.show_schedule else None
+        check_sizes(model, setting.rows, config.seq_len, config.device)
+        result["memory"] = memory(setting, model, config.gpu_memory)
+    pipeline = planned_pipeline(setting, model) if config.pp > 1 or config.show_schedule else None
     if pipeline is not None:
         result["pipeline"] = described_pipeline(pipeline)
     print(told(result))
@@ -76,28 +75,27 @@ def described(config: PlanConfig, model: ModelConfig | None) -> dict[str, Any]:
     }
 
 
-def memory(config: PlanConfig, model: ModelConfig) -> dict[str, Any]:
-    """Bytes that each rank takes at its peak, by segment from the largest, and what they mean."""
-    setting = Setting(config, config.batch_size, config.seq_len, config.grad_accum)
-    found = predict(model, *setting.engine(model), config.device, ranks=config.dp)
+def memory(setting: Setting, model: ModelConfig, gpu_memory: float) -> dict[str, Any]:
+    """Bytes that a rank takes at its peak (of a pipeline's the one that needs most), by segment from the largest, and
+    what they mean beside `gpu_memory` GB."""
+    options = setting.options
+    found = predict(model, *setting.engine(model), options.device, ranks=options.ranks)
     segments = dict(sorted(found.device.items(), key=lambda item: -item[1]))
-    total, capacity = sum(segments.values()), int(config.gpu_memory * GIGABYTE)
+    total, capacity = sum(segments.values()), int(gpu_memory * GIGABYTE)
     result = {"segments": segments, "total": total, "pinned_in_host": sum(found.pinned.values())}
     result |= {"limited_by": next(iter(segments)), "fits": total <= capacity if capacity else None, "instead": None}
     if capacity and total > capacity:
-        result["instead"] = remedy(model, setting, config.device, capacity, UNLIMITED, documents=0, shapes=1)
+        result["instead"] = remedy(model, setting, options.device, capacity, UNLIMITED, documents=0, shapes=1)
     return result
 
 
-def planned_pipeline(config: PlanConfig, model: ModelConfig | None) -> PipelinePlan:
+def planned_pipeline(setting: Setting, model: ModelConfig | None) -> PipelinePlan:
     """The schedule of one update: accumulation's micro-steps pass the pipeline one after another without a drain."""
-    microbatches = config.microbatches or 1
-    rows = config.batch_size // microbatches
-    work = None
+    o, work = setting.options, None
     if model is not None:
-        work = Work(model, adapter_elements(model, config), rows * config.seq_len, rows * config.seq_len**2)
-    chunks = config.chunks if config.pp_schedule == "interleaved" else 1
-    return plan_pipeline(config.pp_schedule, config.pp, config.grad_accum * microbatches, chunks, work)
+        adapters = adapter_elements(model, o)
+        work = Work(model, adapters, setting.tokens, setting.rows * setting.seq_len**2)
+    return plan_pipeline(o.pp_schedule, o.pp, setting.grad_accum * setting.microbatches, o.pp_chunks, work)
 
 
 def described_pipeline(pipeline: PipelinePlan) -> dict[str, Any]:
@@ -135,8 +133,6 @@ def told(result: dict[str, Any]) -> str:
         if found["fits"] is not None:
             rows.append(("fits", "yes" if found["fits"] else f"no: {found['instead']}"))
         sections.append(("memory of each GPU" if result["run"]["device"] == "cuda" else "memory of each worker", rows))
-    elif "model" in result["run"]:
-        sections.append(("memory of each GPU", [("memory", NO_MEMORY)]))
     if found := result["pipeline"]:
         rows = [(name, shown(found[name])) for name in ("schedule", "microbatches_per_update")]
         work = sum(sum(stage["flops"]) for stage in found["stages"])

@@ -39,11 +39,11 @@ def remedy(
         """Predicted bytes; infinite where the host cannot hold its part."""
         places = -(-documents * s.batch_size // setting.batch_size)
         try:
-            plan = predict(config, *s.engine(config), device, places, shapes, s.options.dp)
+            plan = predict(config, *s.engine(config), device, places, shapes, s.options.ranks)
         except MemoryError:
             return float("inf")
         # the ranks of one machine share its memory
-        return sum(plan.device.values()) if s.options.dp * sum(plan.pinned.values()) <= host else float("inf")
+        return sum(plan.device.values()) if s.options.ranks * sum(plan.pinned.values()) <= host else float("inf")
 
     failed = need(setting)
     # what did not fit shows how much is too much, also where the prediction is too low
