@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -46,8 +48,9 @@ SHARINGS: list[dict[str, Any]] = [
 
 
 def make(gpus: int, **options: Any) -> Trainer:
+    """gpus: 0 for the two of a launcher."""
     options = {"device": "cuda", "dtype": "fp32", "deterministic": True, **options}
-    sizes = {"batch_size": ROWS // gpus, "seq_len": SEQ_LEN, "grad_accum": 2}
+    sizes = {"batch_size": ROWS // (gpus or 2), "seq_len": SEQ_LEN, "grad_accum": 2}
     trainer = Trainer(CONFIG, Options(**options), gpus=gpus, **sizes)
     trainer.init_weights(seed=5)
     return trainer
@@ -123,3 +126,29 @@ def test_a_worker_that_is_killed(zero: int) -> None:
     assert time.monotonic() - begin < WITHIN and not workers()
     with make(1) as alone:  # and the GPU is usable
         train(alone, 1)
+
+
+@pytest.mark.parametrize("way", ["with trainer:\n    go(trainer)", "go(trainer)"], ids=["with", "uncaught"])
+def test_torchrun_ends_after_an_error_though_graphs_were_captured(way: str, tmp_path: Path) -> None:
+    """The traceback holds the engine, and its graphs those of NCCL's communicator."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, pathlib, time\n"
+        "from tests.trainer.test_workers_gpu import batch, make, train\n"
+        "trainer = make(0)\n"
+        "engine = trainer.engine\n"
+        "def go(trainer):\n"
+        "    train(trainer, 4)\n"
+        "    if os.environ['RANK'] == '1':\n"
+        f"        pathlib.Path({str(tmp_path)!r}, 'when').write_text(str(time.monotonic()))\n"
+        "        raise ArithmeticError('the fault')\n"
+        "    while True:\n"
+        "        train(trainer, 1)\n"
+        f"{way}\n"
+    )
+    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", str(script)]
+    root = Path(__file__).resolve().parents[2]
+    env = {**os.environ, "PYTHONPATH": f"{root / 'src'}{os.pathsep}{root}"}
+    done = subprocess.run(words, capture_output=True, text=True, timeout=180, env=env, check=False)
+    assert done.returncode != 0 and "ArithmeticError: the fault" in done.stderr
+    assert time.monotonic() - float((tmp_path / "when").read_text()) < 30  # one clock for all processes

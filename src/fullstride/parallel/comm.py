@@ -32,7 +32,7 @@ import torch.distributed as dist
 from fullstride.errors import ConfigError
 
 LOOK = 1.0  # seconds after which a host that waits looks whether that is still of use
-PARTING = 30.0  # seconds in which all ranks come to an orderly end
+PARTING = 20.0  # seconds in which all ranks come to an orderly end
 
 
 class PeerLost(RuntimeError):
@@ -72,7 +72,8 @@ class _Issued:
 
 
 class _HostIssued:
-    """Of Gloo: the host waits, and while it does looks whether ranks are gone whose connections are still open."""
+    """Of Gloo: the host waits, and while it does looks whether ranks are gone whose connections are still open (but in
+    a reduce-scatter, where torch's wait heeds no time)."""
 
     def __init__(self, work: dist.Work, comm: Communicator) -> None:
         self._work, self._comm = work, comm

@@ -212,6 +212,7 @@ class Launched(Team):
         with self._ended_by_errors():
             self._comm = join_launched(device)
             self._ends.callback(self._comm.close)
+            self._ends.callback(self._presence.leave_alone, self._comm)
             self.worker = Worker(config, setting, self._comm, device, self.tokens)
             self._ends.callback(self.worker.close)  # before that
             self._comm.barrier()
@@ -251,7 +252,6 @@ class Launched(Team):
                 saved = _do(self.worker, "finish_saving", (), self._presence.rank == 0)
                 self._comm.part(math.inf)  # disks are slow
             self.worker.settle()
-        self._presence.leave_alone(self._comm)
         self._comm.part()
         if saved.refusal is not None:
             raise saved.refusal
