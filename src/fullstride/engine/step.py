@@ -259,7 +259,7 @@ class Engine:
         self.pipeline.drain(len(self._supplied))  # which frees the slots
         evaluation = Evaluation(self, batches)
         schedule = forward_only(self.mesh.pp.size, len(batches), self.settings.chunks)
-        Pipeline(schedule, self.mesh, evaluation).run(len(batches))
+        Pipeline(schedule, self.mesh, evaluation).drain(len(batches))
         self.comm.all_reduce(evaluation.sums).wait()
         loss, loss_1k, _, tokens, tokens_1k = evaluation.sums.tolist()
         return {"loss": loss / max(tokens, 1), "loss_1k": loss_1k / max(tokens_1k, 1), "tokens": int(tokens)}

@@ -6,8 +6,9 @@ action before it runs, and what it sends is sent while the next ones run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -45,8 +46,8 @@ class Pipeline:
     def __init__(self, schedule: Schedule, mesh: Mesh, stages: Stages) -> None:
         self._schedule, self._mesh, self._stages = schedule, mesh, stages
         self._rank = mesh.pp.rank
-        self._left: list[Action] = []
-        self._sent: dict[int, Work] = {}  # by the buffer's address
+        self._sent: dict[int, Work] = {}  # on a GPU, by the buffer's address
+        self._copied: list[Work] = []  # on a CPU, where messages are copied first
         device = mesh.world.device
         on_gpu = mesh.pp.size > 1 and device is not None and device.type == "cuda"
         self._side = torch.cuda.Stream(device) if on_gpu else None
@@ -55,26 +56,26 @@ class Pipeline:
 
     def restart(self) -> None:
         """The next micro-batch is the first one."""
-        self._left = list(self._schedule.orders[self._rank])
+        self._left, self._done = self._schedule, 0
         if self._side is not None:
             self._side.wait_stream(torch.cuda.current_stream())
 
     def run(self, supplied: int) -> None:
         """Do what can be done in order when the first `supplied` micro-batches are there."""
-        ready = next((i for i, a in enumerate(self._left) if a.microbatch >= supplied), len(self._left))
-        actions, self._left = self._left[:ready], self._left[ready:]
-        self._do(actions)
+        order, done = self._left.orders[self._rank], self._done
+        self._done = _ready(self._left, supplied)[self._rank]
+        self._do(order[done : self._done])
 
     def drain(self, supplied: int) -> None:
         """Do all that concerns the first `supplied` micro-batches; what is left of the order waits for more. Then the
         slots are free."""
-        actions = [a for a in self._left if a.microbatch < supplied]
-        self._left = [a for a in self._left if a.microbatch >= supplied]
-        self._do(actions)
+        order, done = self._left.orders[self._rank], self._done
+        self._left, self._done = self._left.after(supplied), 0
+        self._do([action for action in order[done:] if action.microbatch < supplied])
         for buffer in list(self._sent):
             self._settle(buffer)
 
-    def _do(self, actions: list[Action]) -> None:
+    def _do(self, actions: Sequence[Action]) -> None:
         for action in actions:
             slot = self._stages.slot(action.stage, action.microbatch)
             comes, goes = (slot.input, slot.output) if action.kind == "F" else (slot.output, slot.input)
@@ -87,6 +88,9 @@ class Pipeline:
                 self._used.setdefault(slot.input.data_ptr(), torch.cuda.Event()).record()
             if travels:
                 self._send(action, _rows(goes))
+        for work in self._copied:
+            work.wait()
+        self._copied.clear()
 
     def _settle(self, buffer: int) -> None:
         """What was sent from this address is gone, for what follows."""
@@ -128,10 +132,20 @@ class Pipeline:
     def _send(self, action: Action, buffer: torch.Tensor) -> None:
         flow, step = (FORWARD, 1) if action.kind == "F" else (BACKWARD, -1)
         target = self._neighbour(action, step)
-        if target is not None:
-            self._sent[buffer.data_ptr()] = self._mesh.link(self._rank, target, flow).send(buffer)
+        if target is None:
+            return
+        work = self._mesh.link(self._rank, target, flow).send(buffer)
+        if self._side is None:
+            self._copied.append(work)
+        else:
+            self._sent[buffer.data_ptr()] = work
 
 
 def _rows(view: torch.Tensor) -> torch.Tensor:
     """The rows of a matrix [N, n] with what lies between them: contiguous."""
     return view.as_strided((view.shape[0], view.stride(0)), (view.stride(0), 1))
+
+
+@cache
+def _ready(schedule: Schedule, supplied: int) -> list[int]:
+    return schedule.ready(supplied)

@@ -15,8 +15,8 @@ starts with `ahead` forwards; after them every backward is followed by one more 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from fullstride.errors import ConfigError
 
@@ -75,8 +75,43 @@ class Schedule:
     def first(self, microbatches: int) -> Schedule:
         """The same for the first so many micro-batches: the others' actions are left out, which nothing waits for."""
         assert 1 <= microbatches <= self.microbatches
-        orders = tuple(tuple(a for a in order if a.microbatch < microbatches) for order in self.orders)
-        return Schedule(self.name, self.num_ranks, self.chunks, microbatches, orders)
+        return replace(self._without(lambda m: m >= microbatches), microbatches=microbatches)
+
+    def after(self, microbatches: int) -> Schedule:
+        """What is left when the first so many micro-batches are all through."""
+        return self._without(lambda m: m < microbatches)
+
+    def _without(self, left_out: Callable[[int], bool]) -> Schedule:
+        orders = tuple(tuple(a for a in order if not left_out(a.microbatch)) for order in self.orders)
+        return replace(self, orders=orders)
+
+    def ready(self, supplied: int) -> list[int]:
+        """By rank, how many actions can be done while only the first `supplied` micro-batches are there, such that all
+        that is sent is received: so no rank is left waiting for what another one does only when there are more."""
+        place = {a: (rank, i) for rank, order in enumerate(self.orders) for i, a in enumerate(order)}
+        counts = [
+            next((i for i, a in enumerate(order) if a.microbatch >= supplied), len(order)) for order in self.orders
+        ]
+
+        def open_end(action: Action) -> bool:
+            return any(i >= counts[rank] for rank, i in (place[b] for b in self.across(action) if b in place))
+
+        while True:
+            cut = [
+                next((i for i, a in enumerate(order[:n]) if open_end(a)), n)
+                for order, n in zip(self.orders, counts, strict=True)
+            ]
+            if cut == counts:
+                return counts
+            counts = cut
+
+    def across(self, action: Action) -> list[Action]:
+        """The actions of other ranks from which this one receives, and to which it sends."""
+        if action.kind == "W":
+            return []
+        stages = [s for s in (action.stage - 1, action.stage + 1) if 0 <= s < self.num_stages]
+        here = self.rank_of(action.stage)
+        return [Action(action.kind, s, action.microbatch) for s in stages if self.rank_of(s) != here]
 
 
 def make_schedule(name: str, num_ranks: int, microbatches: int, chunks: int = 1) -> Schedule:

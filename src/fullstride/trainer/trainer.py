@@ -15,7 +15,7 @@ from fullstride.config import Options, resolve_device
 from fullstride.config.rules import check_rules
 from fullstride.engine import checkpoint
 from fullstride.engine.limits import check_documents, check_sizes
-from fullstride.engine.step import Engine
+from fullstride.engine.step import Engine, split_stages
 from fullstride.errors import ConfigError, OutOfMemory, WorkerError
 from fullstride.files import discard_partial
 from fullstride.model.lora import adapter_unit
@@ -74,7 +74,8 @@ class Trainer:
         self._supervised = 0  # tokens of all ranks since the last update
         check_sizes(config, batch_size, seq_len, self.device.type)
         self._setting = setting = Setting(self.options, batch_size, seq_len, grad_accum)
-        self._lora, _ = setting.engine(config)  # raises what is wrong with it here
+        self._lora, settings = setting.engine(config)  # raises what is wrong with it here
+        split_stages(config, self._lora, settings)  # and this too
         self._team = make_team(config, setting, self.world_size, self.device)
         weakref.finalize(self, self._team.end)  # when it is dropped without `stop`
 

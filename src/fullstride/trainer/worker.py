@@ -135,6 +135,8 @@ class Worker:
     def _batches(self, most: int) -> list[HostBatch]:
         """This rank's micro-batches of a micro-step."""
         arrays, rows = self._tokens.read(self._engine.mesh.dp.rank), self._engine.settings.rows
+        if self._engine.settings.pp > 1:  # some of the work may wait for the next micro-step, whose tokens come here
+            arrays = arrays.copy()
         inputs, targets, documents = arrays.reshape(3, -1, rows, arrays.shape[-1])
         return [
             HostBatch.of(ids, labels, numbers if most else None, most)
