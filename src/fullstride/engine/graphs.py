@@ -22,17 +22,21 @@ class Graphs:
 
     A piece's first run is eager: libraries make their plans, scratch gets its buffers. The second is captured. The work
     must read and write the same addresses every time, with the same shapes and the same host values; whatever differs
-    otherwise belongs into the key. All graphs share one memory pool, so they run in one order on one stream, and what a
-    piece returns stays alive with it: tensors that a library made in one piece may be read by another.
+    otherwise belongs into the key. They run on one stream, and what a piece returns stays alive with it: tensors that a
+    library made in one piece may be read by another.
+
+    Graphs of one pool share memory: what is temporary in one may be where a later one's result is. So they have to run
+    in the order of their capture while a result is still to be read, and what is under way at the same time, such as
+    several micro-batches, needs a `pool` each.
     """
 
     def __init__(self, enabled: bool) -> None:
         self._enabled = enabled
         self._seen: set[Hashable] = set()
         self._captured: dict[Hashable, _Captured] = {}
-        self._pool: Any = None
+        self._pools: dict[Hashable, Any] = {}
 
-    def run(self, key: Hashable, work: Callable[[], Any]) -> Any:
+    def run(self, key: Hashable, work: Callable[[], Any], pool: Hashable = None) -> Any:
         """Do `work`, eagerly or by its graph; returns what it returned (when captured: the same tensors every time)."""
         if not self._enabled:
             return work()
@@ -41,7 +45,7 @@ class Graphs:
             if key not in self._seen:
                 self._seen.add(key)
                 return work()
-            captured = self._captured[key] = self._capture(work)
+            captured = self._captured[key] = self._capture(work, pool)
         captured.graph.replay()
         return captured.result
 
@@ -51,13 +55,13 @@ class Graphs:
             captured.graph.reset()
         self._captured.clear()
 
-    def _capture(self, work: Callable[[], Any]) -> _Captured:
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
+    def _capture(self, work: Callable[[], Any], pool: Hashable) -> _Captured:
+        if pool not in self._pools:
+            self._pools[pool] = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         torch.cuda.synchronize()
         torch.cuda.empty_cache()  # what the eager run held for the same work
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self._pools[pool], capture_error_mode="thread_local"):
             result = work()
         replace_memsets(graph)
         graph.instantiate()

@@ -156,7 +156,8 @@ class Stage:
             s.attention = attention
 
     def _run(self, name: str, slot: Slot, work: Callable[[], Any], *variant: object) -> Any:
-        return self._tools.graphs.run((name, self.layers, slot.index, *variant, slot.shape), work)
+        key = name, self.layers, slot.index, *variant, slot.shape
+        return self._tools.graphs.run(key, work, pool=(self.layers, slot.index))
 
     def _forward_piece(self, slot: Slot) -> list[tuple[torch.Tensor, ...]]:
         """Returns what attention keeps, a layer each."""
@@ -230,9 +231,11 @@ class Stage:
             tools.graphs.run("zero head", self._zero_head)  # no chunk overwrites what an earlier update left
         for i in range(head.num_chunks):
             accumulate = accumulates or i > 0
-            tools.graphs.run(
-                ("head", slot.index, i, accumulate), lambda i=i, accumulate=accumulate: self._chunk(slot, i, accumulate)
-            )
+
+            def work(i: int = i, accumulate: bool = accumulate) -> None:
+                self._chunk(slot, i, accumulate)
+
+            tools.graphs.run(("head", slot.index, i, accumulate), work, pool=(self.layers, slot.index))
 
     def _head_begin_piece(self, slot: Slot) -> None:
         weights = self._tools.state.weights
