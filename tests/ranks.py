@@ -93,6 +93,23 @@ class Pool:
         self._processes, self._pipes, self._store = [], [], None
 
 
+_grids: dict[tuple[Communicator, int], list[Any]] = {}
+
+
+def rows_and_columns(comm: Communicator, tp: int) -> tuple[Communicator, Communicator]:
+    """(ranks that have the same share of a model, the `tp` neighbours that share one out); made once a process."""
+    if (comm, tp) not in _grids:
+        column, place = divmod(comm.rank, tp)
+        made = []
+        for group, rank, size in ((("row", place), column, comm.size // tp), (("column", column), place, tp)):
+            store = serve() if rank == 0 and size > 1 else None
+            ports = dict(told for told in comm.gather(None if store is None else (group, store.port)) if told)
+            made += [join(ports[group], rank, size, torch.device("cpu")) if size > 1 else Communicator(), store]
+        _grids[comm, tp] = made
+    row, _, column, _ = _grids[comm, tp]
+    return row, column
+
+
 def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
     warnings.simplefilter("error")
     torch.set_num_threads(1)
@@ -120,12 +137,14 @@ class RankTrainer:
         batch_size: int,
         seq_len: int,
         grad_accum: int,
+        tp: Communicator | None = None,
         **changed: Any,
     ) -> None:
-        """batch_size: of this rank. changed: fields of the engine's settings that the options do not have."""
+        """batch_size: of this rank; tp: as the engine's. changed: fields of the engine's settings that the options do
+        not have."""
         lora, settings = Setting(options.resolved(), batch_size, seq_len, grad_accum).engine(config)
         self.comm, self.batch_size = comm, batch_size
-        self.engine = Engine(config, lora, replace(settings, **changed), torch.device("cpu"), comm)
+        self.engine = Engine(config, lora, replace(settings, **changed), torch.device("cpu"), comm, tp)
         if lora is not None:
             weights_io.init_adapters(self.engine, options.seed)
 

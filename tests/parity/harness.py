@@ -21,7 +21,7 @@ from fullstride.data.loader import Loader
 from fullstride.engine.step import Engine
 from fullstride.engine.weights_io import init_weights
 from fullstride.parallel.comm import Communicator
-from tests.ranks import RankTrainer, together
+from tests.ranks import RankTrainer, rows_and_columns, together
 
 SEQ_LEN = 32
 ROWS = 10
@@ -42,7 +42,11 @@ CONFIG = ModelConfig(
     initializer_range=0.15,
 )
 # the other has what the first lacks: a head of its own, biases
-MODELS = {"tied": CONFIG, "untied": replace(CONFIG, architecture="qwen2", tie_word_embeddings=False)}
+MODELS = {
+    "tied": CONFIG,
+    "untied": replace(CONFIG, architecture="qwen2", tie_word_embeddings=False),
+    "wide": replace(CONFIG, num_key_value_heads=4),  # for four ranks that share it out
+}
 LORA = {"method": "lora", "lora_rank": 4, "lora_alpha": 8.0}
 # an optimizer that is close to SGD (a large eps hides nothing of a gradient), and AdamW as people use it
 OPTIMIZERS = {"sgd-like": {"lr": 5.0, "eps": 1.0}, "adamw": {"lr": 1e-3, "eps": 1e-8}}
@@ -64,6 +68,8 @@ class Split:
     gather_by_copy: bool = False
     send_by_copy: bool = False
     offload: bool = False
+    tp: int = 1  # of the ranks share out a model
+    sequence_parallel: bool = True
 
 
 @dataclass
@@ -110,7 +116,9 @@ def make_trainer(
         trainer = Trainer(MODELS[model], options, **sizes)
         trainer.init_weights(seed=1)
     else:
-        trainer = RankTrainer(comm, MODELS[model], options, **sizes)
+        row, column = rows_and_columns(comm, split.tp)
+        changed = {"sequence_parallel": split.sequence_parallel, "tp": column}
+        trainer = RankTrainer(row, MODELS[model], options, **sizes, **changed)
         init_weights(trainer.engine, 1)
     _same_start_everywhere(trainer.engine)
     return trainer
@@ -143,8 +151,9 @@ def run_rank(
 ) -> Trace:
     """What one process does of `run`."""
     packed = len(Loader(examples(), SEQ_LEN, 1, split.packing, 0, 0, shuffle=False).rows)
-    batch_size = -(-packed // (split.accumulation * split.ranks))
-    loader = Loader(examples(), SEQ_LEN, batch_size * split.ranks, split.packing, 0, 0, shuffle=False)
+    rows = split.ranks // split.tp
+    batch_size = -(-packed // (split.accumulation * rows))
+    loader = Loader(examples(), SEQ_LEN, batch_size * rows, split.packing, 0, 0, shuffle=False)
     trainer, trace = make_trainer(split, method, batch_size, model, comm), Trace()
     for step in range(1, UPDATES + 1):
         for batch in loader.next_window(split.accumulation):
@@ -160,11 +169,22 @@ def run_rank(
             assert isinstance(trainer, Trainer)
             loader.seek(trainer.load_checkpoint(directory)["position"])
     state = trainer.engine.state
+    replicas_agree(trainer.engine)
     for unit in state.units:
         trace.weights |= {f"{unit.name}.{name}": value for name, value in state.values(unit).items()}
     if isinstance(trainer, Trainer):
         trainer.stop()
     return trace
+
+
+def replicas_agree(engine: Engine) -> None:
+    """Assert that what tensor parallelism leaves whole has the same bits on every rank that has it."""
+    state, wholes = engine.state, []
+    for unit in state.units:
+        with state.open_share(unit) as views:
+            wholes += [views[spec.name].clone() for spec in unit.tensors if spec.split is None]
+    first, *others = state.tp.gather(wholes)
+    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
 
 
 def same_bits(a: Trace, b: Trace) -> None:

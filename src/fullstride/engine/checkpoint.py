@@ -75,7 +75,7 @@ def save_checkpoint(
     if not saving.begin():
         return None
     if not background:
-        return saving.write(engine.comm.gather)
+        return saving.write(engine.ranks.gather)
     saving.start()
     return saving
 
@@ -84,7 +84,7 @@ class Saving:
     """A checkpoint that is being written: each rank's own parts, and then on the first rank what makes it whole."""
 
     def __init__(self, engine: Engine, directory: Path, record: dict[str, Any]) -> None:
-        self._comm, self._directory, self._record = engine.comm, directory, record
+        self._comm, self._directory, self._record = engine.ranks, directory, record
         self._folder = directory / checkpoint_name(record["step"])
         self._new = partial(self._folder)
         self._parts = {unit: engine.state.share(unit) for unit in engine.state.trained}
@@ -230,18 +230,21 @@ def load_checkpoint(engine: Engine, directory: str | Path, step: int | str = LAT
     """
     from fullstride.engine.parts_io import SavedParts
 
-    parts = {unit: engine.state.held(unit) for unit in engine.state.trained}
-    with engine.comm.agreed():
+    state = engine.state
+    with engine.ranks.agreed():
         folder = find_checkpoint(directory, step)
         record, extra = read_record(directory, step)
         for key, value in _identity(engine).items():
             if record.get(key) != value:
                 raise ConfigError(f"{folder}: a checkpoint of another {key}: {record.get(key)}, this is {value}")
         saved = SavedParts(folder, record["files"])
-        saved.check(parts)
-    with engine.comm.committed():
-        engine.state.weights.start_writing()
-        saved.read(parts)
+        saved.check({unit: state.held(unit, "meta") for unit in state.trained})
+    with engine.ranks.committed():
+        state.weights.start_writing()
+        for unit in state.trained:
+            parts = state.held(unit)
+            saved.read({unit: parts})
+            state.restore(unit, parts)
         engine.parts_written()
     engine.start_from(int(record["step"]))
     return extra

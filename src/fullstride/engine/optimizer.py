@@ -23,7 +23,8 @@ class Optimizer:
 
     def __init__(self, state: State, arena: Arena) -> None:
         self._state, self._units = state, state.trained
-        self._squares = arena.zeros("optimizer", (len(self._units),), torch.float64)
+        number = sum(len(unit.stretches) for unit in self._units.values())
+        self._squares = arena.zeros("optimizer", (number,), torch.float64)
         self._values = arena.zeros("optimizer", (RNG + 3,), torch.float64)
         self._staging = Staging(self._values, "optimizer", arena)
         self.grad_norm = arena.zeros("optimizer", (), torch.float64)
@@ -44,10 +45,16 @@ class Optimizer:
         """
         values, rng = self._values, self._values[RNG:].view(torch.int64)
         shards, weights = self._state.gradients.shards, self._state.weights
-        for i, (_, grad) in enumerate(shards(self._units)):
-            sum_of_squares(grad, self._squares[i : i + 1])
+        squares = iter(self._squares.split(1))
+        for name, grad in shards(self._units):
+            self._complete(name, grad)
+            for stretch, split, _ in self._units[name].stretches:
+                square = next(squares)
+                if split or not self._state.tp.rank:  # what all ranks have counts once
+                    sum_of_squares(grad[stretch], square)
         torch.sum(self._squares, 0, out=self.grad_norm)
-        self._state.owners.all_reduce(self.grad_norm).wait()
+        for comm in (self._state.owners, self._state.tp):
+            comm.all_reduce(self.grad_norm).wait()
         self.grad_norm.sqrt_().div_(tokens)
         clip = (values[GRAD_CLIP] / self.grad_norm).clamp(max=1.0)
         torch.div(clip, tokens, out=values[GRAD_SCALE])
@@ -56,20 +63,34 @@ class Optimizer:
         for name, grad in shards(self._units):
             unit = self._units[name]
             decayed = min(max(unit.layout.decayed - unit.part.start, 0), len(unit.param))
-            for decay, part in ((True, slice(0, decayed)), (False, slice(decayed, len(unit.param)))):
-                if part.start < part.stop:
-                    adamw(_buffers(unit, grad, part), hyper, decay, rng)
+            for stretch, split, _ in unit.stretches:
+                middle = min(max(decayed, stretch.start), stretch.stop)
+                for decay, part in ((True, slice(stretch.start, middle)), (False, slice(middle, stretch.stop))):
+                    if part.start < part.stop:
+                        adamw(_buffers(unit, grad, part, self._noise(unit, split)), hyper, decay, rng)
             weights.written(name)
         weights.settle()
 
+    def _complete(self, name: str, grad: torch.Tensor) -> None:
+        """Sum over ranks what is a term on each, in place."""
+        terms = [grad[stretch] for stretch, _, term in self._units[name].stretches if term]
+        for work in [self._state.tp.all_reduce(term) for term in terms]:
+            work.wait()
+        if terms:
+            self._state.gradients.written(name)
 
-def _buffers(unit: TrainedUnit, grad: torch.Tensor, part: slice) -> AdamWBuffers:
+    def _noise(self, unit: TrainedUnit, split: bool) -> int:
+        """The number of the tensor for its noise: of split ones each rank's share has its own, of others all agree."""
+        return unit.index + (self._state.tp.rank * len(self._state.units) if split else 0)
+
+
+def _buffers(unit: TrainedUnit, grad: torch.Tensor, part: slice, tensor: int) -> AdamWBuffers:
     return AdamWBuffers(
         param=unit.param[part],
         master=None if unit.master is None else unit.master[part],
         grad=grad[part],
         m=unit.m[part],
         v=unit.v[part],
-        tensor=unit.index,
+        tensor=tensor,
         first=unit.part.start + part.start,
     )

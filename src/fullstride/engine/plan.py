@@ -43,20 +43,21 @@ def predict(
     documents: int = 0,
     shapes: int = 1,
     ranks: int = 1,
+    tp: int = 1,
 ) -> Plan:
     """Memory of one rank at the peak of training (steps, updates and evaluations) with an engine of these arguments.
 
     The arena's segments are exact, except that the products' workspace on a GPU is counted under `libraries`, which is
     an estimate from above. device: "cuda" or "cpu". documents: places for documents in a packed micro-step (0: every
     row is one). shapes: how many numbers of places the run meets, each of which has CUDA graphs of its own.
-    ranks: that train the same model and share out its state.
+    ranks: that train the same model and share out its state. tp: that share its tensors out.
 
     Raises MemoryError where the host cannot stage a micro-batch of that size.
     """
     assert settings.trains
     meta = torch.device("meta")
     with meta:  # tables that are computed on the host for the device (the rotary embedding's) cost nothing either
-        engine = Engine(config, lora, settings, meta, Communicator(0, ranks))
+        engine = Engine(config, lora, settings, meta, Communicator(0, ranks), Communicator(0, tp))
         take_scratch(engine)
     held, pinned = engine.arena.segments, engine.arena.pinned
     if device == "cpu":  # all is in one memory
@@ -66,21 +67,31 @@ def predict(
 
 def take_scratch(engine: Engine) -> None:
     """Takes the scratch of a micro-step: what model/block, model/head and engine/step take as they go."""
-    c, s, dtype = engine.config, engine.settings, engine.dtype
+    c, s, dtype, stats = engine.share, engine.settings, engine.dtype, engine.rope.cos.dtype
     tokens, chunk, width, ffn = s.rows * s.seq_len, engine.batch.chunk, c.hidden_size, c.intermediate_size
+    tp, own = engine.tp, tokens // engine.tp.row_shares
 
     def take(names: str, rows: int, columns: int, linear: str = "") -> None:
         """`linear`: the one whose output's gradient this is; an adapter's du stands beside it."""
         for name in names.split():
             engine.scratch(name, (rows, columns), dtype, engine.adapted.get(linear, 0))
 
-    take("branch dnormed final_x final_normed", tokens, width)
-    take("dy", tokens, width, "down")
+    take("branch dnormed final_normed", tokens, width)
+    take("final_x", own, width)
+    take("dy", own, width, "" if tp.sequence else "down")
+    if tp.sequence:
+        take("ddown", tokens, width, "down")
+        take("do", tokens, width, "o")
+    if tp.sequence and engine.adapted.keys() & {"qkv", "o", "gate_up", "down"}:  # rows with something beside them
+        take("gathered_rows", tokens, width)
+    if tp.size > 1:
+        for name, parts in (("loss_terms", 1), ("loss_terms_of_all", tp.size)):
+            engine.scratch(name, (parts, 3, chunk), stats)
     take("dact", tokens, ffn)
     take("dattn", tokens, c.q_size)
     take("head_x head_dx", chunk, width)
     take("logits", chunk, c.vocab_size)
-    engine.scratch("final_rstd", (tokens,), engine.rope.cos.dtype)
+    engine.scratch("final_rstd", (own,), stats)
 
 
 def library_bytes(engine: Engine, device: str, documents: int, shapes: int) -> int:
@@ -100,7 +111,7 @@ def library_bytes(engine: Engine, device: str, documents: int, shapes: int) -> i
 def attention_bytes(engine: Engine, documents: int) -> tuple[int, int]:
     """(kept from a layer's forward to its backward, taken within its backward) by attention, for the costliest of the
     operations that these settings may call (kernels/attention)."""
-    c, s, size = engine.config, engine.settings, engine.dtype.itemsize
+    c, s, size = engine.share, engine.settings, engine.dtype.itemsize
     n, heads, q, kv = s.rows * s.seq_len, c.num_attention_heads, c.q_size, c.kv_size
     documents = max(documents, s.rows)
     wide = max(4, size)
@@ -118,7 +129,7 @@ def attention_bytes(engine: Engine, documents: int) -> tuple[int, int]:
 def reference_bytes(engine: Engine) -> int:
     """What the references' temporaries take on a CPU, where formulas are evaluated operation by operation: so many
     wide copies of AdamW's largest buffer, of a chunk's logits in the loss, or of the feed-forward in SwiGLU."""
-    c, s = engine.config, engine.settings
+    c, s = engine.share, engine.settings
     largest = max(len(unit.param) for unit in engine.state.trained.values())
     logits, ffn = engine.batch.chunk * c.vocab_size, s.rows * s.seq_len * 2 * c.intermediate_size
     return max(4, engine.dtype.itemsize) * max(8 * largest, 4 * logits, 3 * ffn)

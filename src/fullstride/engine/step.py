@@ -17,6 +17,7 @@ import torch
 from fullstride.engine.batch import FIRST_POSITIONS, DeviceBatch, HostBatch
 from fullstride.engine.graphs import Graphs
 from fullstride.engine.optimizer import Optimizer
+from fullstride.engine.split import tensor_parallel
 from fullstride.engine.state import Precision, Sharing, State
 from fullstride.memory.arena import Arena, Scratch
 from fullstride.memory.saved import Saved, SavedTensor, allocate_saved
@@ -35,12 +36,14 @@ from fullstride.model.head import HeadContext, HeadWeights, head_begin, head_chu
 from fullstride.model.linear import LinearContext, fold
 from fullstride.model.lora import LoraSettings, adapter_columns, adapters_of
 from fullstride.model.spec import ModelConfig, Unit
+from fullstride.model.tensor_parallel import split_config
 from fullstride.ops.attention import attention_fwd
 from fullstride.ops.cross_entropy import IGNORED
 from fullstride.ops.embedding import embedding_bwd, embedding_fwd
 from fullstride.ops.matmul import WORKSPACE_BYTES, Matmul, fastest_matmul, matmul
 from fullstride.ops.rope import Rope, rope_frequencies, rope_tables
 from fullstride.parallel.comm import Communicator
+from fullstride.parallel.grid import grid
 
 GetUnit = Callable[[str], dict[str, torch.Tensor]]  # the tensors of a unit, or their gradients, by name
 
@@ -65,10 +68,12 @@ class EngineSettings:
     grad_accum: int = 1
     sharing: Sharing = field(default_factory=Sharing)  # of state and gradients among ranks
     trains: bool = True  # False: no gradients, moments or saved activations, for generation
+    sequence_parallel: bool = True  # with tensor parallelism: share the residual stream's rows, where they divide
 
 
 class Engine:
-    """One device's model, and the step over it; `comm` connects the ranks that train the same model on other rows."""
+    """One device's model, and the step over it; `comm` connects the ranks that train the same model on other rows, `tp`
+    those that share its tensors out and train on the same rows. `share` has the sizes of one share."""
 
     def __init__(
         self,
@@ -77,9 +82,15 @@ class Engine:
         settings: EngineSettings,
         device: torch.device,
         comm: Communicator | None = None,
+        tp: Communicator | None = None,
     ) -> None:
+        """Raises ConfigError where tp does not divide the model."""
         self.config, self.lora, self.settings, self.device = config, lora, settings, device
-        self.comm = comm or Communicator()
+        self.comm, tp = comm or Communicator(), tp or Communicator()
+        self.ranks = grid(self.comm, tp)
+        num_tokens = settings.rows * settings.seq_len
+        sequence = tp.size > 1 and settings.sequence_parallel and num_tokens % tp.size == 0
+        self.share, self.tp = split_config(config, tp.size), tensor_parallel(tp, sequence)
         self.arena = Arena(device)
         self.scratch = Scratch(self.arena, grows=False)
         dtype = settings.precision.param
@@ -87,13 +98,14 @@ class Engine:
         attention = {"deterministic": settings.deterministic, "flash4": settings.flash4}
         self.batch = DeviceBatch(self.arena, settings.rows, settings.seq_len, settings.head_chunks, stats, **attention)
         shared = {"trains": settings.trains, "sharing": settings.sharing, "comm": self.comm}
+        shared |= {"tp": tp, "sequence": sequence}
         self.state = State(config, lora, settings.precision, self.arena, self.batch.rng, **shared)
         self.optimizer = Optimizer(self.state, self.arena)
-        num_tokens = settings.rows * settings.seq_len
         self.adapted = {} if lora is None else adapter_columns(lora)
-        self.saved_table = tuple(SavedTensor(*row) for row in saved_table(config, self.adapted))
+        rows = saved_table(self.share, self.adapted, self.tp.row_shares)
+        self.saved_table = tuple(SavedTensor(*row) for row in rows)
         if lora is not None and lora.dropout and settings.trains:  # one buffer for linears of all widths
-            widest = max(config.hidden_size, config.q_size, config.intermediate_size)
+            widest = max(config.hidden_size, self.share.q_size, self.share.intermediate_size)
             self.scratch("dropped", (num_tokens, widest), dtype)
         num_saved = config.num_hidden_layers if settings.trains else 0
         self.saved = allocate_saved(self.saved_table, num_saved, num_tokens, settings.recompute, self.arena, dtype)
@@ -121,7 +133,7 @@ class Engine:
     def _assemble(self, layer: int, get: GetUnit) -> BlockWeights:
         adapters = {}
         if self.lora is not None:
-            adapters = adapters_of(get(f"blocks.{layer}.adapter"), self.config, self.lora, layer)
+            adapters = adapters_of(get(f"blocks.{layer}.adapter"), self.share, self.lora, layer, self.tp)
         return block_weights(get(f"blocks.{layer}"), adapters)
 
     def head(self) -> HeadWeights:
@@ -138,19 +150,20 @@ class Engine:
     def _context(self, training: bool) -> BlockContext:
         documents, first_row = self.batch.documents, self.comm.rank * self.settings.rows * self.settings.seq_len
         return BlockContext(
-            self.config,
+            self.share,
             LinearContext(self.matmul, self.scratch, self.batch.rng, training, first_row),
             self.rope,
             self.batch.positions,
             documents,
             lambda q, k, v: attention_fwd(q, k, v, documents),
+            self.tp,
         )
 
     def _forward(self, ctx: BlockContext, saved: list[Saved]) -> tuple[torch.Tensor, torch.Tensor]:
         weights = self.state.weights
         residual, branch = saved[0]["x"], None
         weights.gather("embedding")
-        embedding_fwd(weights.get("embedding")["embedding"], self.batch.ids, residual)
+        self._embed(weights.get("embedding")["embedding"], residual)
         weights.release("embedding")
         drops_attention = not ctx.linear.training or self.settings.recompute & ATTENTION_DROPPED_BY
         for layer in self._gathered(range(len(saved))):
@@ -161,6 +174,27 @@ class Engine:
         for unit in self._head_units:
             weights.gather(unit)
         return residual, branch
+
+    @property
+    def _vocabulary(self) -> range | None:
+        """The tokens that this rank has; None: all."""
+        if self.tp.size == 1:
+            return None
+        first, size = self.tp.rank * self.share.vocab_size, self.config.vocab_size
+        return range(first, min(first + self.share.vocab_size, size))
+
+    def _embed(self, table: torch.Tensor, x_ND: torch.Tensor) -> None:
+        """Overwrites x_ND, this rank's rows, with the embeddings of the micro-batch."""
+        if self.tp.size == 1:
+            return embedding_fwd(table, self.batch.ids, x_ND)
+        term = self.scratch("branch", (len(self.batch.ids), x_ND.shape[1]), self.dtype)
+        embedding_fwd(table, self._own_ids(), term)
+        x_ND.copy_(self.tp.summed(term))
+
+    def _own_ids(self) -> torch.Tensor:
+        """The micro-batch's ids as rows of this rank's table, -1 for those that others have."""
+        ids, own = self.batch.ids, self._vocabulary
+        return ids if own is None else torch.where((ids >= own.start) & (ids < own.stop), ids - own.start, -1)
 
     def _gathered(self, layers: range) -> Iterator[int]:
         """`layers` in order; each block's weights are gathered one block ahead and released after their use."""
@@ -230,13 +264,14 @@ class Engine:
         lm_head.zero_()
 
     def _head_context(self) -> HeadContext:
-        return HeadContext(self.config.rms_norm_eps, self.batch.z_loss, self.matmul, self.scratch)
+        shared = self.tp, self._vocabulary
+        return HeadContext(self.config.rms_norm_eps, self.batch.z_loss, self.matmul, self.scratch, *shared)
 
     def _backward_piece(self) -> None:
         """From the head down to the embedding (LoRA: to the lowest adapter)."""
         gradients, ctx = self.state.gradients, self._context(training=True)
         shape = tuple(self.saved[0]["x"].shape)
-        dy = self.scratch("dy", shape, self.dtype, self.adapted.get("down", 0))
+        dy = self.scratch("dy", shape, self.dtype, 0 if self.tp.sequence else self.adapted.get("down", 0))
         self._add_statistics()
         head_end(self.head(), self._head(gradients.full), self._head_context(), dy[:, : shape[1]])
         self._release_head()
@@ -252,7 +287,8 @@ class Engine:
                 gradients.notify(unit)
             dy = s.extended("x")
         if self.lora is None:
-            embedding_bwd(dy, self.batch.ids, gradients.full("embedding")["embedding"])
+            dx = ctx.output_gradient("ddown", dy)
+            embedding_bwd(dx, self._own_ids(), gradients.full("embedding")["embedding"])
             gradients.notify("embedding")
         gradients.end_micro_step()
 

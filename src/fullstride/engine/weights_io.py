@@ -19,7 +19,6 @@ from fullstride.model.hf import (
     check_tensors,
     compare_tensors,
     copy_files,
-    read_parts,
     write_model,
 )
 from fullstride.model.lora import peft_config, read_peft_config
@@ -34,19 +33,18 @@ def import_weights(engine: Engine, path: str | Path) -> None:
     Raises ConfigError, before any weight is read, when configuration or tensors do not fit the engine's.
     """
     state = engine.state
-    with engine.comm.agreed():
+    with engine.ranks.agreed():
         found = ModelConfig.from_pretrained(path)
         differences = _differences(found, engine.config)
         if differences:
             raise ConfigError(f"{path}: another model than the trainer's: {differences}")
         checkpoint = Checkpoint(path)
         check_tensors(checkpoint, state.base, engine.config.tie_word_embeddings)
-    with engine.comm.committed():
+    with engine.ranks.committed():
         for unit in state.base:
-            with state.open(unit) as views:
-                for spec in unit.tensors:
-                    for part, tensor in read_parts(checkpoint, spec):
-                        views[spec.name][part.start : part.stop].copy_(tensor)
+            with state.open_share(unit) as views:
+                for name, share in state.splits[unit.name].shares(engine.tp.rank):
+                    views[name][share.own].copy_(checkpoint.get(share.hf_name, share.part))
         engine.params_written(state.base)
 
 
@@ -63,7 +61,7 @@ def export_model(
     settings come from `source`, if given. A collective: the first rank writes, the others hand over their parts."""
     state, units = engine.state, {unit.name: unit for unit in engine.state.base}
     with state.in_turn(list(units), lambda name: state.values(units[name])) as values:
-        if engine.comm.rank:
+        if engine.ranks.rank:
             return
 
         def rows(unit: str, name: str, part: Part) -> torch.Tensor:
@@ -148,7 +146,7 @@ def export_adapter(engine: Engine, directory: str | Path, source: Path | None, o
     tensors = {
         name: tensor.cpu().clone(memory_format=torch.contiguous_format) for name, tensor in _adapter_tensors(engine)
     }
-    if engine.comm.rank:
+    if engine.ranks.rank:
         return
     with whole_directory(Path(directory), overwrite) as new:
         save_tensors(tensors, new / ADAPTER_WEIGHTS, {"format": "pt"})
@@ -158,7 +156,7 @@ def export_adapter(engine: Engine, directory: str | Path, source: Path | None, o
 
 def import_adapter(engine: Engine, directory: str | Path) -> None:
     """Copy a PEFT directory's adapters in. Raises ConfigError when its settings or tensors are not the trainer's."""
-    with engine.comm.agreed():
+    with engine.ranks.agreed():
         found = read_peft_config(directory)
         if engine.lora is None:
             raise ConfigError(f"{directory} is an adapter, but the trainer has method = full; set method = lora")
@@ -170,7 +168,7 @@ def import_adapter(engine: Engine, directory: str | Path) -> None:
         checkpoint = Checkpoint(directory, ADAPTER_WEIGHTS)
         shapes = {name: checkpoint.shape(name) for name in checkpoint.names}
         compare_tensors(shapes, engine.state.adapters, str(directory))
-    with engine.comm.committed():
+    with engine.ranks.committed():
         for name, rows in _adapter_tensors(engine):
             rows.copy_(checkpoint.get(name))
         engine.values_written()

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from fullstride.kernels.grid import cdiv
-from fullstride.kernels.rounding import noise
+from fullstride.kernels.rounding import noise, noise_of_groups
 
 BLOCK = 2048
 
@@ -26,6 +26,15 @@ def offsets(n, D, x_stride, out_stride, GROUP: tl.constexpr, BLOCK: tl.constexpr
     return row.to(tl.int64) * x_stride + column, row.to(tl.int64) * out_stride + column, exists
 
 
+@triton.jit
+def part_noise(rng, stream, first, D, skipped, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+    """Noise [BLOCK / 8, 8] where `skipped` elements that are elsewhere follow each row's D, both multiples of 8."""
+    tl.static_assert(GROUP == 8)
+    group = tl.program_id(0) * (BLOCK // 8) + tl.arange(0, BLOCK // 8)
+    number = first.to(tl.int64) // 8 + group + (group // (D // 8)).to(tl.int64) * (skipped // 8)
+    return noise_of_groups(rng, stream, number.to(tl.uint32), BLOCK).reshape(BLOCK // 8, 8)
+
+
 @triton.jit(do_not_specialize=["threshold", "stream", "first"])
 def dropout_kernel(
     x,
@@ -37,8 +46,10 @@ def dropout_kernel(
     first,
     n,
     D,
+    skipped,
     x_stride,
     out_stride,
+    IS_PART: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -46,7 +57,10 @@ def dropout_kernel(
     start = tl.program_id(0).to(tl.int64) * BLOCK
     at, to, mask = offsets(n, D, x_stride, out_stride, GROUP, BLOCK)
     value = tl.load(x + at, mask=mask, other=0.0).to(tl.float32) * scale
-    random = noise(rng, stream, first.to(tl.int64) + start, BLOCK).reshape(BLOCK // GROUP, GROUP)
+    if IS_PART:
+        random = part_noise(rng, stream, first, D, skipped, GROUP, BLOCK)
+    else:
+        random = noise(rng, stream, first.to(tl.int64) + start, BLOCK).reshape(BLOCK // GROUP, GROUP)
     value = tl.where(random >= threshold.to(tl.uint32), value, 0.0)
     if ACCUMULATE:
         value += tl.load(out + to, mask=mask, other=0.0).to(tl.float32)
@@ -62,12 +76,16 @@ def dropout(
     out_ND: torch.Tensor,
     accumulate: bool = False,
     first_row: int = 0,
+    first_column: int = 0,
+    num_columns: int = 0,
 ) -> None:
     """See ops/dropout, whose keep_threshold and keep_scale of p come in. Rows may be strided. Moves 2 N D elements (3
     with `accumulate`)."""
     n, width = x_ND.numel(), x_ND.shape[1]
-    first = first_row * width
+    whole = num_columns or width
+    first = first_row * whole + first_column
     assert first % 8 == 0, "one Philox gives eight neighbours their noise"
+    assert whole == width or width % 8 == whole % 8 == 0, "one Philox gives eight neighbours their noise"
     dropout_kernel[(cdiv(n, BLOCK),)](
         x_ND,
         threshold,
@@ -78,8 +96,10 @@ def dropout(
         first,
         n,
         width,
+        whole - width,
         x_ND.stride(0),
         out_ND.stride(0),
+        IS_PART=whole != width,
         ACCUMULATE=accumulate,
         GROUP=8 if width % 8 == 0 else 1,
         BLOCK=BLOCK,

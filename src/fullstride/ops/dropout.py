@@ -18,10 +18,21 @@ def keep_scale(threshold: int) -> float:
     return 2**16 / (2**16 - threshold)
 
 
-def dropout_ref(x_ND: torch.Tensor, p: float, rng: torch.Tensor, stream: int, first_row: int = 0) -> torch.Tensor:
-    """x * keep / (1 - p), with element e = (first_row + row) * D + column of x keyed as ops/rounding says."""
-    threshold = keep_threshold(p)
-    keep = noise_ref(rng, stream, x_ND.numel(), first_row * x_ND.shape[1]).view(x_ND.shape) >= threshold
+def dropout_ref(
+    x_ND: torch.Tensor,
+    p: float,
+    rng: torch.Tensor,
+    stream: int,
+    first_row: int = 0,
+    first_column: int = 0,
+    num_columns: int = 0,
+) -> torch.Tensor:
+    """x * keep / (1 - p), with element e = (first_row + row) * num_columns + first_column + column of x keyed as
+    ops/rounding says; num_columns 0: D."""
+    (rows, columns), threshold = x_ND.shape, keep_threshold(p)
+    whole = num_columns or columns
+    noise = noise_ref(rng, stream, rows * whole, first_row * whole).view(rows, whole)
+    keep = noise[:, first_column : first_column + columns] >= threshold
     return torch.where(keep, wide(x_ND) * keep_scale(threshold), 0)
 
 
@@ -33,17 +44,21 @@ def dropout(
     out_ND: torch.Tensor,
     accumulate: bool = False,
     first_row: int = 0,
+    first_column: int = 0,
+    num_columns: int = 0,
 ) -> None:
     """Overwrites out_ND, or with `accumulate` adds into it. Forward and backward are the same function of x or dx.
 
-    Rows may be strided; 0 <= p < 1. `first_row` numbers x's first row among all ranks' rows; on a GPU the elements
-    before it are a multiple of 8.
+    Rows may be strided; 0 <= p < 1. `first_row` numbers x's first row among all ranks' rows, `first_column` its first
+    column among the num_columns of which it is a part (0: it is the whole). On a GPU the elements before the first row
+    are a multiple of 8; of a part, so are its columns, those before it and the whole's.
     """
     check_rows(x_ND, out_ND)
     if x_ND.is_cuda:
         from fullstride.kernels.dropout import dropout as kernel
 
         threshold = keep_threshold(p)
-        return kernel(x_ND, threshold, keep_scale(threshold), rng, stream, out_ND, accumulate, first_row)
-    dropped = dropout_ref(x_ND, p, rng, stream, first_row)
+        place = first_row, first_column, num_columns
+        return kernel(x_ND, threshold, keep_scale(threshold), rng, stream, out_ND, accumulate, *place)
+    dropped = dropout_ref(x_ND, p, rng, stream, first_row, first_column, num_columns)
     out_ND.copy_(wide(out_ND) + dropped if accumulate else dropped)
