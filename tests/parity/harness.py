@@ -42,11 +42,9 @@ CONFIG = ModelConfig(
     initializer_range=0.15,
 )
 # the other has what the first lacks: a head of its own, biases
-MODELS = {
-    "tied": CONFIG,
-    "untied": replace(CONFIG, architecture="qwen2", tie_word_embeddings=False),
-    "wide": replace(CONFIG, num_key_value_heads=4),  # for four ranks that share it out
-}
+MODELS = {"tied": CONFIG, "untied": replace(CONFIG, architecture="qwen2", tie_word_embeddings=False)}
+# for four ranks that share it out
+EVERY_MODEL = MODELS | {"four heads": replace(CONFIG, num_key_value_heads=4)}
 LORA = {"method": "lora", "lora_rank": 4, "lora_alpha": 8.0}
 # an optimizer that is close to SGD (a large eps hides nothing of a gradient), and AdamW as people use it
 OPTIMIZERS = {"sgd-like": {"lr": 5.0, "eps": 1.0}, "adamw": {"lr": 1e-3, "eps": 1e-8}}
@@ -113,12 +111,12 @@ def make_trainer(
     )
     sizes = {"batch_size": batch_size, "seq_len": SEQ_LEN, "grad_accum": split.accumulation}
     if comm is None:
-        trainer = Trainer(MODELS[model], options, **sizes)
+        trainer = Trainer(EVERY_MODEL[model], options, **sizes)
         trainer.init_weights(seed=1)
     else:
         row, column = rows_and_columns(comm, split.tp)
         changed = {"sequence_parallel": split.sequence_parallel, "tp": column}
-        trainer = RankTrainer(row, MODELS[model], options, **sizes, **changed)
+        trainer = RankTrainer(row, EVERY_MODEL[model], options, **sizes, **changed)
         init_weights(trainer.engine, 1)
     _same_start_everywhere(trainer.engine)
     return trainer

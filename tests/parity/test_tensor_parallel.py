@@ -24,7 +24,7 @@ FEATURES = {
     "packing": (False, True),
     "recompute": ((), ("block",), ("norm", "qkv", "ffn")),
     "method": ("full", "lora"),
-    "model": ("tied", "untied", "wide"),
+    "model": ("tied", "untied", "four heads"),
     "optimizer": tuple(OPTIMIZERS),
 }
 
@@ -37,7 +37,7 @@ def combinations() -> list[dict[str, Any]]:
 def is_legal(c: dict[str, Any]) -> bool:
     """Models of two key/value heads take two ranks; ZeRO needs ranks with the same share."""
     shared = c["ranks"] > c["tp"]
-    return c["tp"] <= c["ranks"] and (c["tp"] == 2 or c["model"] == "wide") and (shared or c["zero"] == 1)
+    return c["tp"] <= c["ranks"] and (c["tp"] == 2 or c["model"] == "four heads") and (shared or c["zero"] == 1)
 
 
 @cache

@@ -23,7 +23,7 @@ class Optimizer:
 
     def __init__(self, state: State, arena: Arena) -> None:
         self._state, self._units = state, state.trained
-        number = sum(len(unit.stretches) for unit in self._units.values())
+        number = sum(state.splits[name].num_stretches for name in self._units)
         self._squares = arena.zeros("optimizer", (number,), torch.float64)
         self._values = arena.zeros("optimizer", (RNG + 3,), torch.float64)
         self._staging = Staging(self._values, "optimizer", arena)

@@ -69,6 +69,11 @@ class UnitSplit:
         for name, share in self.shares(self._comm.rank):
             own[name][share.own] = views[name][share.whole].to(flat.device)
 
+    @property
+    def num_stretches(self) -> int:
+        """Of the whole flat buffer; a part has no more."""
+        return len(list(self.stretches(slice(0, self._layout.size))))
+
     def stretches(self, part: slice) -> Iterator[tuple[slice, bool, bool]]:
         """`part` of the flat buffer in stretches: (elements of the part, whether they are split among ranks, whether
         each rank's gradient of them is a term of a sum)."""
