@@ -24,15 +24,18 @@ from fullstride.model.presets import preset
 from fullstride.model.spec import ModelConfig, parameter_table
 from fullstride.model.tensor_parallel import shares, split_config
 from fullstride.parallel.comm import Communicator
+from fullstride.parallel.rendezvous import join, serve
 from fullstride.trainer.setting import Setting
 from tests.oracle import distance, in_float64, loss_sum, make_model, random_batch
-from tests.parity.harness import CONFIG, LORA, MODELS, replicas_agree
+from tests.parity.harness import CONFIG, LORA, MODELS, replicas_agree, same_start_everywhere
 from tests.ranks import RankTrainer, rows_and_columns, together
 
 pytestmark = pytest.mark.xdist_group("ranks")  # one worker has the processes
 
 ROWS, SEQ_LEN = 2, 16
 HYPER = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-5, "weight_decay": 0.1, "grad_clip": 1.0}
+# odd vocabulary; parts of the feed-forward width in groups of eight, which share a draw of dropout's noise
+LARGER = ModelConfig("qwen3", 997, 128, 256, 3, 4, 2, head_dim=64, tie_word_embeddings=True)
 METHODS = {
     "full": {"dtype": "bf16", "master_dtype": "fp32", "v_dtype": "bf16"},
     "lora": {**LORA, "dtype": "fp32"},
@@ -236,7 +239,7 @@ def test_every_rank_holds_what_was_predicted(options: dict[str, Any], sequence_p
 
 
 def train(comm: Communicator, tp: int, options: dict[str, Any], targets: Any, changed: dict[str, Any]) -> Any:
-    """(losses, values) of three updates of two micro-steps."""
+    """(losses, values) of three updates of two micro-steps and an evaluation."""
     trainer, losses = make(comm, tp, options, "tied", 2, **changed), []
     weights_io.init_weights(trainer.engine, 1)
     rows = ROWS * comm.size // tp
@@ -245,6 +248,7 @@ def train(comm: Communicator, tp: int, options: dict[str, Any], targets: Any, ch
             inputs, drawn = arrays(2 * update + micro_step, rows)
             trainer.step(inputs, drawn if targets is None else np.full_like(drawn, targets))
         losses.append(trainer.update(**HYPER)["loss"])
+        losses.append(trainer.validate(*arrays(10, rows))["loss"])
     replicas_agree(trainer.engine)
     return losses, values(trainer.engine.state)
 
@@ -275,6 +279,7 @@ def train_alone(method: dict[str, Any]) -> Any:
         for micro_step in range(2):
             trainer.step(*arrays(2 * update + micro_step, 2 * ROWS))
         losses.append(trainer.update(**HYPER)["loss"])
+        losses.append(trainer.validate(*arrays(10, 2 * ROWS))["loss"])
     return losses, values(trainer.engine.state)
 
 
@@ -360,3 +365,46 @@ def test_rows_that_tp_does_not_divide_stay_whole() -> None:
         engine = Engine(config, *setting.engine(config), torch.device("meta"), tp=Communicator(0, 2))
         assert engine.tp.sequence == shared
         assert len(engine.saved[0]["x"]) == (5 if shared else 9) and len(engine.saved[0]["qkv"]) == seq_len
+
+
+# ---- on GPUs
+
+
+def on_gpu(comm: Communicator, method: dict[str, Any], sequence_parallel: bool, device: str) -> Any:
+    """(losses, weights) of four updates: graphs are replayed from the third micro-step on."""
+    place, column = torch.device(device, comm.rank) if device == "cuda" else torch.device(device), comm
+    if comm.size > 1:
+        store = serve() if comm.rank == 0 else None
+        port = comm.gather(None if store is None else store.port)[0]
+        column = join(port, comm.rank, comm.size, place)
+    given = Options(device=device, dtype="fp32", deterministic=True, **method).resolved()
+    lora, settings = Setting(given, 4, 64, 3).engine(LARGER)
+    settings = replace(settings, sequence_parallel=sequence_parallel)
+    engine, losses = Engine(LARGER, lora, settings, place, tp=column), []
+    weights_io.init_weights(engine, 1)
+    same_start_everywhere(engine)
+    for update in range(1, 5):
+        for micro_step in range(3):
+            generator = np.random.default_rng(3 * update + micro_step)
+            inputs, targets = generator.integers(0, LARGER.vocab_size, (2, 4, 64), dtype=np.int32)
+            targets[generator.random(targets.shape) < 0.35] = -100
+            engine.micro_step(HostBatch.of(inputs, targets, None), 1e-3)
+        losses.append(engine.update(step=update, **HYPER)["loss"])
+    replicas_agree(engine)
+    found = values(engine.state)
+    del engine  # its graphs have captured collectives
+    if comm.size > 1:
+        column.close()
+    return losses, found
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("method", [{}, {**LORA, "lora_dropout": 0.2}], ids=["full", "lora"])
+def test_two_gpus_are_one_process(method: dict[str, Any], sequence_parallel: bool) -> None:
+    """With NCCL and graphs, beside a CPU: another exponential too."""
+    (losses, found), _ = together(2, on_gpu, method, sequence_parallel, "cuda")
+    expected, weights = on_gpu(Communicator(), method, False, "cpu")
+    assert losses == pytest.approx(expected, rel=5e-5)
+    assert max(distance(found[name], weights[name]) for name in weights) < 5e-5

@@ -118,11 +118,11 @@ def make_trainer(
         changed = {"sequence_parallel": split.sequence_parallel, "tp": column}
         trainer = RankTrainer(row, EVERY_MODEL[model], options, **sizes, **changed)
         init_weights(trainer.engine, 1)
-    _same_start_everywhere(trainer.engine)
+    same_start_everywhere(trainer.engine)
     return trainer
 
 
-def _same_start_everywhere(engine: Engine) -> None:
+def same_start_everywhere(engine: Engine) -> None:
     """Random starts come from the device's own generator: copy a CPU's, so that devices can be compared."""
     for i, unit in enumerate(engine.state.units):
         with engine.state.open(unit) as views:

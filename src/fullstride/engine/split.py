@@ -11,7 +11,8 @@ from collections.abc import Iterator
 import torch
 
 from fullstride.memory.arena import FlatLayout
-from fullstride.model.spec import Unit
+from fullstride.model.lora import LoraSettings, adapter_unit
+from fullstride.model.spec import ModelConfig, Unit, parameter_table
 from fullstride.model.tensor_parallel import Share, TensorParallel, shares
 from fullstride.parallel.comm import Communicator
 
@@ -32,6 +33,12 @@ def tensor_parallel(comm: Communicator, sequence: bool) -> TensorParallel:
         comm.reduce_scatter(whole.view(-1), part.view(-1)).wait()
 
     return TensorParallel(comm.rank, comm.size, all_reduce, all_gather, reduce_scatter, sequence)
+
+
+def tables(config: ModelConfig, lora: LoraSettings | None) -> tuple[tuple[Unit, ...], tuple[Unit, ...]]:
+    """(the base model's units, the adapters')."""
+    layers = range(0 if lora is None else config.num_hidden_layers)
+    return parameter_table(config), tuple(adapter_unit(config, lora, layer) for layer in layers if lora)
 
 
 class UnitSplit:

@@ -21,12 +21,12 @@ from typing import TypeVar
 
 import torch
 
-from fullstride.engine.split import UnitSplit
+from fullstride.engine.split import UnitSplit, tables
 from fullstride.errors import ConfigError
 from fullstride.memory.arena import Arena, FlatLayout
 from fullstride.memory.offload import Offloaded
-from fullstride.model.lora import LoraSettings, adapter_columns, adapter_unit
-from fullstride.model.spec import ModelConfig, TensorSpec, Unit, parameter_table
+from fullstride.model.lora import LoraSettings, adapter_columns
+from fullstride.model.spec import ModelConfig, TensorSpec, Unit
 from fullstride.model.tensor_parallel import split_config
 from fullstride.parallel.comm import Communicator
 from fullstride.parallel.gradients import (
@@ -110,10 +110,10 @@ class State:
         self._sharing, self._comm = sharing or Sharing(), comm or Communicator()
         self.owners = self._comm if self._sharing.zero >= 1 else Communicator()
         self.tp = tp or Communicator()
-        self.base, self.adapters = _tables(config, lora)
+        self.base, self.adapters = tables(config, lora)
         self.units = self.base + self.adapters
         margins = {} if lora is None else adapter_columns(lora)
-        base, adapters = _tables(split_config(config, self.tp.size), lora)
+        base, adapters = tables(split_config(config, self.tp.size), lora)
         self._layouts = {unit.name: _layout(unit, margins) for unit in base + adapters}
         pairs = zip(base + adapters, self.units, strict=True)
         given = self.tp, sequence
@@ -239,9 +239,9 @@ class State:
         with self.open_share(unit) as views:
             if self.tp.size == 1:
                 yield views
-            else:
-                with self._unsplit(unit.name, self._flats[unit.name]) as whole:
-                    yield whole
+                return
+            with self._unsplit(unit.name, self._flats[unit.name]) as whole:
+                yield whole
 
     @contextmanager
     def open_values(self, unit: Unit) -> Iterator[Views]:
@@ -385,12 +385,6 @@ class State:
         for name in self.trained:
             self.weights.written(name)
         self.weights.settle()
-
-
-def _tables(config: ModelConfig, lora: LoraSettings | None) -> tuple[tuple[Unit, ...], tuple[Unit, ...]]:
-    """(the base model's units, the adapters')."""
-    layers = range(0 if lora is None else config.num_hidden_layers)
-    return parameter_table(config), tuple(adapter_unit(config, lora, layer) for layer in layers if lora)
 
 
 def _turn(unit: str) -> str:

@@ -32,14 +32,14 @@ from fullstride.model.block import (
     block_wgrad,
     saved_table,
 )
+from fullstride.model.embedding import embed_bwd, embed_fwd
 from fullstride.model.head import HeadContext, HeadWeights, head_begin, head_chunk, head_end
 from fullstride.model.linear import LinearContext, fold
 from fullstride.model.lora import LoraSettings, adapter_columns, adapters_of
 from fullstride.model.spec import ModelConfig, Unit
-from fullstride.model.tensor_parallel import split_config
+from fullstride.model.tensor_parallel import split_config, vocabulary_of
 from fullstride.ops.attention import attention_fwd
 from fullstride.ops.cross_entropy import IGNORED
-from fullstride.ops.embedding import embedding_bwd, embedding_fwd
 from fullstride.ops.matmul import WORKSPACE_BYTES, Matmul, fastest_matmul, matmul
 from fullstride.ops.rope import Rope, rope_frequencies, rope_tables
 from fullstride.parallel.comm import Communicator
@@ -112,6 +112,8 @@ class Engine:
         self.rope = make_rope(config, settings.seq_len, self.arena, stats)
         self.matmul = make_matmul(settings, self.arena)
         self.graphs = Graphs(settings.graphs and device.type == "cuda")
+        # of embedding and head
+        self._shared = self.tp, vocabulary_of(config.vocab_size, self.tp), self.scratch
         self._stats = self.arena.zeros("batch", (LSE_MAX + 1,), torch.float64)
         self.updates = 0  # updates done, which with the micro-step's number keys the noise
         self._reset()
@@ -163,7 +165,7 @@ class Engine:
         weights = self.state.weights
         residual, branch = saved[0]["x"], None
         weights.gather("embedding")
-        self._embed(weights.get("embedding")["embedding"], residual)
+        embed_fwd(weights.get("embedding")["embedding"], self.batch.ids, residual, *self._shared)
         weights.release("embedding")
         drops_attention = not ctx.linear.training or self.settings.recompute & ATTENTION_DROPPED_BY
         for layer in self._gathered(range(len(saved))):
@@ -174,27 +176,6 @@ class Engine:
         for unit in self._head_units:
             weights.gather(unit)
         return residual, branch
-
-    @property
-    def _vocabulary(self) -> range | None:
-        """The tokens that this rank has; None: all."""
-        if self.tp.size == 1:
-            return None
-        first, size = self.tp.rank * self.share.vocab_size, self.config.vocab_size
-        return range(first, min(first + self.share.vocab_size, size))
-
-    def _embed(self, table: torch.Tensor, x_ND: torch.Tensor) -> None:
-        """Overwrites x_ND, this rank's rows, with the embeddings of the micro-batch."""
-        if self.tp.size == 1:
-            return embedding_fwd(table, self.batch.ids, x_ND)
-        term = self.scratch("branch", (len(self.batch.ids), x_ND.shape[1]), self.dtype)
-        embedding_fwd(table, self._own_ids(), term)
-        x_ND.copy_(self.tp.summed(term))
-
-    def _own_ids(self) -> torch.Tensor:
-        """The micro-batch's ids as rows of this rank's table, -1 for those that others have."""
-        ids, own = self.batch.ids, self._vocabulary
-        return ids if own is None else torch.where((ids >= own.start) & (ids < own.stop), ids - own.start, -1)
 
     def _gathered(self, layers: range) -> Iterator[int]:
         """`layers` in order; each block's weights are gathered one block ahead and released after their use."""
@@ -264,8 +245,7 @@ class Engine:
         lm_head.zero_()
 
     def _head_context(self) -> HeadContext:
-        shared = self.tp, self._vocabulary
-        return HeadContext(self.config.rms_norm_eps, self.batch.z_loss, self.matmul, self.scratch, *shared)
+        return HeadContext(self.config.rms_norm_eps, self.batch.z_loss, self.matmul, *self._shared)
 
     def _backward_piece(self) -> None:
         """From the head down to the embedding (LoRA: to the lowest adapter)."""
@@ -287,8 +267,7 @@ class Engine:
                 gradients.notify(unit)
             dy = s.extended("x")
         if self.lora is None:
-            dx = ctx.output_gradient("ddown", dy)
-            embedding_bwd(dx, self._own_ids(), gradients.full("embedding")["embedding"])
+            embed_bwd(dy, self.batch.ids, gradients.full("embedding")["embedding"], *self._shared)
             gradients.notify("embedding")
         gradients.end_micro_step()
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from fullstride.model.linear import Scratch
-from fullstride.model.tensor_parallel import ALONE, TensorParallel
+from fullstride.model.tensor_parallel import TensorParallel
 from fullstride.ops.cross_entropy import cross_entropy, join_terms, part_bwd, part_terms
 from fullstride.ops.matmul import Matmul
 from fullstride.ops.rms_norm import rms_norm_bwd, rms_norm_fwd
@@ -48,15 +48,15 @@ class HeadRows:
 
 @dataclass
 class HeadContext:
-    """eps of the final norm, the z-loss coefficient (one element on the device), products, and scratch; which tokens
-    this rank's part of the vocabulary has (None: all)."""
+    """eps of the final norm, the z-loss coefficient (one element on the device), products, which tokens this rank's
+    part of the vocabulary has (None: all), and scratch."""
 
     eps: float
     z_loss: torch.Tensor
     matmul: Matmul
+    tp: TensorParallel
+    vocabulary: range | None
     scratch: Scratch
-    tp: TensorParallel = ALONE
-    vocabulary: range | None = None
 
     def rows_in_use(self, table_VD: torch.Tensor) -> torch.Tensor:
         """Those of this rank's part of the vocabulary that stand for a token."""

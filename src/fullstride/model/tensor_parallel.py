@@ -100,6 +100,12 @@ def vocabulary_part(vocab_size: int, size: int) -> int:
     return -(-vocab_size // size)
 
 
+def vocabulary_of(vocab_size: int, tp: TensorParallel) -> range | None:
+    """The tokens that this rank has; None: all."""
+    part = vocabulary_part(vocab_size, tp.size)
+    return range(tp.rank * part, min((tp.rank + 1) * part, vocab_size)) if tp.size > 1 else None
+
+
 def split_config(c: ModelConfig, size: int) -> ModelConfig:
     """The sizes of one rank's share of `c`: heads, feed-forward width and vocabulary divided by `size`, the last
     rounded up. Raises ConfigError, with the nearest size that works, where they cannot be."""
