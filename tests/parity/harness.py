@@ -191,8 +191,9 @@ def same_bits(a: Trace, b: Trace) -> None:
     assert all(torch.equal(a.weights[name], b.weights[name]) for name in b.weights)
 
 
-def check_equal(found: Trace, reference: Trace, tolerance: float = TOLERANCE) -> None:
-    """Assert that two traces agree within `tolerance`, and that there was something to compare."""
+def check_equal(found: Trace, reference: Trace, tolerance: float = TOLERANCE, weights: float = 0.0) -> None:
+    """Assert that two traces agree within `tolerance` (their weights within `weights`, if that is given), and that
+    there was something to compare."""
     assert found.tokens == reference.tokens
     for name in ("loss", "loss_1k", "grad_norm"):
         a, b = getattr(found, name), getattr(reference, name)
@@ -201,7 +202,7 @@ def check_equal(found: Trace, reference: Trace, tolerance: float = TOLERANCE) ->
     assert found.weights.keys() == reference.weights.keys()
     for name, weight in reference.weights.items():
         difference = (found.weights[name] - weight).norm() / weight.norm()
-        assert difference < tolerance, f"{name}: {difference}"
+        assert difference < (weights or tolerance), f"{name}: {difference}"
 
 
 def cover_pairs(every: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -27,6 +27,10 @@ FEATURES = {
     "model": ("tied", "untied", "four heads"),
     "optimizer": tuple(OPTIMIZERS),
 }
+# Where dp leaves the forward's bits alone, tp sums inside every product in another order, and the SGD-like run, of
+# learning rate 5, multiplies that: one process whose first weights are off by 6e-8 ends 0.9 to 2.3e-5 away from itself.
+# Losses and norms stay within 1e-5.
+WEIGHTS = {"sgd-like": 3e-5, "adamw": 1e-5}
 ASIDE = ("head_chunks", "recompute", "optimizer")
 
 
@@ -50,7 +54,7 @@ def check(combination: dict[str, Any]) -> None:
     split = {**combination}
     optimizer, method, model = (split.pop(name) for name in ("optimizer", "method", "model"))
     found = run(Split(**split), optimizer, METHODS[method], Path(), model)
-    check_equal(found, reference(optimizer, method, model))
+    check_equal(found, reference(optimizer, method, model), weights=WEIGHTS[optimizer])
 
 
 def name(combination: dict[str, Any]) -> str:

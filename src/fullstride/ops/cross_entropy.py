@@ -91,8 +91,9 @@ def part_bwd_ref(
     """dlogits_MV."""
     logits, (top, total, _) = wide(logits_MV), terms_3M
     here, column = _here(logits, targets_M, first)
-    scale = (1 + 2 * z_loss.to(total.dtype) * (top + total.log())) / total
-    dlogits = torch.exp(logits - top[:, None]) * scale[:, None]
+    lse = top + total.log()  # rounded as cross_entropy_ref's is
+    dlogits = torch.exp(logits - lse[:, None])
+    dlogits *= (1 + 2 * z_loss.to(lse.dtype) * lse)[:, None]
     dlogits.scatter_add_(1, column, -here.to(dlogits.dtype)[:, None])
     return torch.where((targets_M != IGNORED)[:, None], dlogits, 0)
 
