@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
 import torch
 
-from fullstride.ops.cross_entropy import IGNORED, cross_entropy_ref
+from fullstride.ops.cross_entropy import IGNORED, cross_entropy_ref, join_terms, part_bwd_ref, part_terms_ref
 from tests.kernels.place import Place, assert_close, assert_same_bits, assert_spare_untouched, high
 
 # exp(x - lse): the float32 product of the exponent and log2(e) is off by |x - lse| * 1e-7, and x - lse reaches -30 here
@@ -56,6 +57,48 @@ def test_two_bf16_in_a_word(place: Place, vocab_size: int) -> None:
     if backward:
         assert_close(logits, dlogits_ref, inside=INSIDE)
     assert_same_bits(base[:, vocab_size:], spare)
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 1e-2])
+@pytest.mark.parametrize("bounds", [(0, 5, 257), (0, 257, 263), (0, 16700, 33331)], ids=str)
+def test_parts_of_a_vocabulary(place: Place, bounds: tuple[int, ...], z_loss: float) -> None:
+    """Two ranks' parts, joined: targets at the parts' ends, an ignored row, a part whose logits are all -inf."""
+    from fullstride.kernels.cross_entropy import part_bwd, part_terms
+
+    _, middle, end = bounds
+    whole = place.randn(6, end, scale=4)
+    targets = torch.tensor([0, middle - 1, IGNORED, middle, end - 1, end - 1], dtype=torch.int32)
+    whole[2] = float("nan")  # what stands in an ignored row must not matter
+    whole[5, :middle] = float("-inf")
+    z = torch.tensor([z_loss])
+    loss_ref, lse_ref, dlogits_ref = cross_entropy_ref(high(whole), targets, z)
+    parts = [place.spaced(whole[:, start:stop]) for start, stop in itertools.pairwise(bounds)]
+    terms = place.poisoned(2, 3, 6, dtype=torch.float32)
+    for part, start, its in zip(parts, bounds, terms, strict=False):
+        part_terms(part, place.put(targets), start, its)
+    joined, loss, lse = place.poisoned(3, 6, dtype=torch.float32), *place.poisoned(2, 6, dtype=torch.float32)
+    join_terms(terms, place.put(targets), joined, loss, lse)
+    for part, start in zip(parts, bounds, strict=False):
+        part_bwd(part, place.put(targets), start, place.put(z), joined)
+    assert_close(loss, loss_ref, inside=INSIDE)
+    assert_close(lse, lse_ref)
+    assert_close(torch.cat(parts, 1), dlogits_ref, inside=INSIDE)
+    assert_spare_untouched(*parts)
+
+
+def test_references_of_parts_are_the_whole() -> None:
+    """In float64, beside autograd's formula above: the same sums in another order."""
+    generator = torch.Generator().manual_seed(3)
+    whole = 4 * torch.randn(4, 50, generator=generator, dtype=torch.float64)
+    targets, z = torch.tensor([0, 29, IGNORED, 49], dtype=torch.int32), torch.tensor([1e-2])
+    loss_ref, lse_ref, dlogits_ref = cross_entropy_ref(whole, targets, z)
+    starts, parts = (0, 20, 40), [part.clone() for part in whole.split(20, dim=1)]
+    terms = torch.stack([part_terms_ref(part, targets, start) for part, start in zip(parts, starts, strict=True)])
+    joined, loss, lse = torch.empty(3, 4).double(), *torch.empty(2, 4).double()
+    join_terms(terms, targets, joined, loss, lse)
+    dlogits = [part_bwd_ref(part, targets, start, z, joined) for part, start in zip(parts, starts, strict=True)]
+    for found, expected in ((loss, loss_ref), (lse, lse_ref), (torch.cat(dlogits, 1), dlogits_ref)):
+        assert torch.allclose(found, expected, rtol=1e-13, atol=1e-15)
 
 
 def test_far_from_zero(place: Place) -> None:

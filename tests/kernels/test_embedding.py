@@ -51,6 +51,23 @@ def test_runs_over_several_pieces(place: Place, lengths: list[int]) -> None:
     assert_same_bits(dtable[place.put(absent)], before[place.put(absent)])
 
 
+@pytest.mark.parametrize("elsewhere", [3, 40, 90])
+def test_ids_that_are_elsewhere_add_nothing(place: Place, elsewhere: int) -> None:
+    """Id -1, which is sorted to the front: some of a piece, more than one, nearly all."""
+    from fullstride.kernels.embedding import embedding_bwd
+
+    token_ids = torch.cat([torch.full((elsewhere,), -1), torch.arange(100 - elsewhere) // 2]).int()
+    token_ids = token_ids[torch.randperm(100, generator=place.generator)]
+    dout, dtable = place.randn(100, 37), place.randn(60, 37)
+    before, here = dtable.clone(), token_ids >= 0
+    embedding_bwd(dout, place.put(token_ids), dtable)
+    expected = torch.zeros(60, 37, dtype=torch.float64).index_add_(0, token_ids[here], high(dout)[here])
+    assert torch.equal(embedding_bwd_ref(high(dout), token_ids, 60), expected)
+    assert_close(dtable, high(before) + expected)
+    absent = torch.tensor(sorted(set(range(60)) - set(token_ids.tolist())))
+    assert_same_bits(dtable[place.put(absent)], before[place.put(absent)])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_backward_repeats_bitwise(gpu: torch.device, dtype: torch.dtype) -> None:

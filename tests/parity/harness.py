@@ -43,9 +43,14 @@ CONFIG = ModelConfig(
 )
 # the other has what the first lacks: a head of its own, biases
 MODELS = {"tied": CONFIG, "untied": replace(CONFIG, architecture="qwen2", tie_word_embeddings=False)}
+# for four ranks that share it out
+EVERY_MODEL = MODELS | {"four heads": replace(CONFIG, num_key_value_heads=4)}
 LORA = {"method": "lora", "lora_rank": 4, "lora_alpha": 8.0}
 # an optimizer that is close to SGD (a large eps hides nothing of a gradient), and AdamW as people use it
-OPTIMIZERS = {"sgd-like": {"lr": 5.0, "eps": 1.0}, "adamw": {"lr": 1e-3, "eps": 1e-8}}
+OPTIMIZERS = {"sgd-like": {"lr": 2.0, "eps": 1.0}, "adamw": {"lr": 1e-3, "eps": 1e-8}}
+# where sums are made in another order in every product: an element whose gradient is nothing but rounding would get a
+# step of full size from AdamW with a small eps, and another one
+OPTIMIZERS_ROUNDED = {"sgd-like": OPTIMIZERS["sgd-like"], "adamw rounded": {"lr": 1e-3, "eps": 1e-4}}
 
 
 @dataclass(frozen=True)
@@ -67,10 +72,12 @@ class Split:
     pp: int = 1
     schedule: str = "1f1b"
     microbatches: int = 1
+    tp: int = 1
+    sequence_parallel: bool = True
 
     @property
     def dp(self) -> int:
-        return self.ranks // self.pp
+        return self.ranks // (self.pp * self.tp)
 
 
 @dataclass
@@ -111,6 +118,7 @@ def make_trainer(
         offload=("grads",) if split.offload else (),
         dp=split.dp,
         pp=split.pp,
+        tp=split.tp,
         pp_schedule=split.schedule,
         microbatches=split.microbatches if split.pp > 1 else 0,
         seed=3,
@@ -118,16 +126,16 @@ def make_trainer(
     )
     sizes = {"batch_size": batch_size, "seq_len": SEQ_LEN, "grad_accum": split.accumulation}
     if comm is None:
-        trainer = Trainer(MODELS[model], options, **sizes)
+        trainer = Trainer(EVERY_MODEL[model], options, **sizes)
         trainer.init_weights(seed=1)
     else:
-        trainer = RankTrainer(comm, MODELS[model], options, **sizes)
+        trainer = RankTrainer(comm, EVERY_MODEL[model], options, **sizes, sequence_parallel=split.sequence_parallel)
         init_weights(trainer.engine, 1)
-    _same_start_everywhere(trainer.engine)
+    same_start_everywhere(trainer.engine)
     return trainer
 
 
-def _same_start_everywhere(engine: Engine) -> None:
+def same_start_everywhere(engine: Engine) -> None:
     """Random starts come from the device's own generator: copy a CPU's, so that devices can be compared."""
     for i, unit in enumerate(engine.state.base_table + engine.state.adapter_table):
         if unit not in engine.state.units:
@@ -165,7 +173,8 @@ def run_rank(
     for step in range(1, UPDATES + 1):
         for batch in loader.next_window(split.accumulation):
             trainer.step(batch.inputs, batch.targets, batch.documents, z_loss=1e-3)
-        told = trainer.update(**OPTIMIZERS[optimizer], beta1=0.9, beta2=0.95, weight_decay=0.1, grad_clip=0.7)
+        rates = (OPTIMIZERS | OPTIMIZERS_ROUNDED)[optimizer]
+        told = trainer.update(**rates, beta1=0.9, beta2=0.95, weight_decay=0.1, grad_clip=0.7)
         for name in ("loss", "loss_1k", "grad_norm", "tokens"):
             getattr(trace, name).append(told[name])
         if step == split.resume_after:
@@ -176,6 +185,7 @@ def run_rank(
             assert isinstance(trainer, Trainer)
             loader.seek(trainer.load_checkpoint(directory)["position"])
     state = trainer.engine.state
+    replicas_agree(trainer.engine)
     for unit in state.units:
         trace.weights |= {f"{unit.name}.{name}": value for name, value in state.values(unit).items()}
     if isinstance(trainer, Trainer):
@@ -183,6 +193,16 @@ def run_rank(
     else:
         trainer.engine.mesh.close()
     return trace
+
+
+def replicas_agree(engine: Engine) -> None:
+    """Assert that what tensor parallelism leaves whole has the same bits on every rank that has it."""
+    state, wholes = engine.state, []
+    for unit in state.units:
+        with state.open_share(unit) as views:
+            wholes += [views[spec.name].clone() for spec in unit.tensors if spec.split is None]
+    first, *others = engine.mesh.tp.gather(wholes)
+    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
 
 
 def same_bits(a: Trace, b: Trace) -> None:

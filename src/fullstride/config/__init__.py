@@ -102,7 +102,7 @@ class Options:
     offload: tuple[str, ...] = key((), "what lives in host memory", choices=OFFLOAD, now=((), ("grads",)))
     zero: int = key(1, "what data-parallel ranks share out (0 to 3)", at_least=0, at_most=3, may_change=True)
     dp: int = key(0, "data-parallel ranks; automatic: what remains of gpus", at_least=0, may_change=True)
-    tp: int = key(1, "tensor-parallel ranks", now=(1,), may_change=True)
+    tp: int = key(1, "tensor-parallel ranks, which share out every layer", at_least=1, may_change=True)
     pp: int = key(1, "ranks of a pipeline, among which layers are dealt out", at_least=1, may_change=True)
     pp_schedule: str = key(
         "1f1b", "order of a pipeline's work", choices=("1f1b", "gpipe", "interleaved", "zb-h1"), may_change=True

@@ -54,6 +54,11 @@ RULES = (
         "pp-schedule = {o.pp_schedule}; leave pp-chunks out",
     ),
     Rule(
+        lambda o, ranks: o.pp_schedule == "zb-h1" and o.tp > 1,
+        "pp-schedule = zb-h1 computes weights' gradients later than ranks of tp hold what they exchanged for them; "
+        "got tp = {o.tp}; set tp = 1, or pp-schedule = 1f1b",
+    ),
+    Rule(
         lambda o, ranks: o.pp_schedule == "zb-h1" and bool(o.recompute),
         "pp-schedule = zb-h1 computes weights' gradients later than recompute computes again what they need; "
         "got recompute = {o.recompute}; leave recompute out, or set pp-schedule = 1f1b",

@@ -232,7 +232,7 @@ def load_checkpoint(engine: Engine, directory: str | Path, step: int | str = LAT
     """
     from fullstride.engine.parts_io import SavedParts
 
-    parts = {unit: engine.state.held(unit) for unit in engine.state.trained}
+    state = engine.state
     with engine.comm.agreed():
         folder = find_checkpoint(directory, step)
         record, extra = read_record(directory, step)
@@ -240,10 +240,13 @@ def load_checkpoint(engine: Engine, directory: str | Path, step: int | str = LAT
             if record.get(key) != value:
                 raise ConfigError(f"{folder}: a checkpoint of another {key}: {record.get(key)}, this is {value}")
         saved = SavedParts(folder, record["files"])
-        saved.check(parts)
+        saved.check({unit: state.held(unit, "meta") for unit in state.trained})
     with engine.comm.committed():
-        engine.state.weights.start_writing()
-        saved.read(parts)
+        state.weights.start_writing()
+        for unit in state.trained:
+            parts = state.held(unit)
+            saved.read({unit: parts})
+            state.restore(unit, parts)
         engine.parts_written()
     engine.start_from(int(record["step"]))
     return extra

@@ -28,7 +28,8 @@ class Optimizer:
         # a tied embedding may be in two stages: its gradient is the sum over both, and counted in the first
         self._twice = {"embedding"} & self._units.keys() if state.tied and mesh.ends.size > 1 else set()
         self._counted = [name for name in self._units if not (name in self._twice and mesh.ends.rank)]
-        self._squares = arena.zeros("optimizer", (len(self._units),), torch.float64)
+        number = sum(state.splits[name].num_stretches for name in self._counted)
+        self._squares = arena.zeros("optimizer", (number,), torch.float64)
         self._values = arena.zeros("optimizer", (RNG + 3,), torch.float64)
         self._staging = Staging(self._values, "optimizer", arena)
         self.grad_norm = arena.zeros("optimizer", (), torch.float64)
@@ -54,10 +55,13 @@ class Optimizer:
         """
         values, rng = self._values, self._values[RNG:].view(torch.int64)
         shards, weights = self._state.gradients.shards, self._state.weights
-        for _, grad in shards(self._twice):
-            self._mesh.ends.all_reduce(grad).wait()
-        for i, (_, grad) in enumerate(shards(self._counted)):
-            sum_of_squares(grad, self._squares[i : i + 1])
+        squares = iter(self._squares.split(1))
+        for name, grad in shards(self._units):
+            self._complete(name, grad)
+            for stretch, split, _ in self._units[name].stretches if name in self._counted else ():
+                square = next(squares)
+                if split or not self._mesh.tp.rank:  # what all ranks have counts once
+                    sum_of_squares(grad[stretch], square)
         torch.sum(self._squares, 0, out=self.grad_norm)
         self._norm_ranks.all_reduce(self.grad_norm).wait()
         self.grad_norm.sqrt_().div_(tokens)
@@ -68,20 +72,36 @@ class Optimizer:
         for name, grad in shards(self._units):
             unit = self._units[name]
             decayed = min(max(unit.layout.decayed - unit.part.start, 0), len(unit.param))
-            for decay, part in ((True, slice(0, decayed)), (False, slice(decayed, len(unit.param)))):
-                if part.start < part.stop:
-                    adamw(_buffers(unit, grad, part), hyper, decay, rng)
+            for stretch, split, _ in unit.stretches:
+                middle = min(max(decayed, stretch.start), stretch.stop)
+                for decay, part in ((True, slice(stretch.start, middle)), (False, slice(middle, stretch.stop))):
+                    if part.start < part.stop:
+                        adamw(_buffers(unit, grad, part, self._noise(unit, split)), hyper, decay, rng)
             weights.written(name)
         weights.settle()
 
+    def _complete(self, name: str, grad: torch.Tensor) -> None:
+        """Sum over ranks what is a term on each, in place."""
+        terms = [(self._mesh.tp, grad[stretch]) for stretch, _, term in self._units[name].stretches if term]
+        if name in self._twice:
+            terms.append((self._mesh.ends, grad))
+        for work in [comm.all_reduce(term) for comm, term in terms]:
+            work.wait()
+        if terms:
+            self._state.gradients.written(name)
 
-def _buffers(unit: TrainedUnit, grad: torch.Tensor, part: slice) -> AdamWBuffers:
+    def _noise(self, unit: TrainedUnit, split: bool) -> int:
+        """The number of the tensor for its noise: of split ones each rank's share has its own, of others all agree."""
+        return unit.index + (self._mesh.tp.rank * len(self._state.splits) if split else 0)
+
+
+def _buffers(unit: TrainedUnit, grad: torch.Tensor, part: slice, tensor: int) -> AdamWBuffers:
     return AdamWBuffers(
         param=unit.param[part],
         master=None if unit.master is None else unit.master[part],
         grad=grad[part],
         m=unit.m[part],
         v=unit.v[part],
-        tensor=unit.index,
+        tensor=tensor,
         first=unit.part.start + part.start,
     )

@@ -83,22 +83,29 @@ def _predict_rank(
 
 def take_scratch(engine: Engine) -> None:
     """Takes the scratch of a micro-step: what model/block, model/head and engine/step take as they go."""
-    c, s, dtype = engine.config, engine.settings, engine.dtype
+    c, s, dtype, tp = engine.share, engine.settings, engine.dtype, engine.tools.tp
     tokens, chunk, width, ffn = s.rows * s.seq_len, _chunk(engine), c.hidden_size, c.intermediate_size
-    scratch = engine.tools.scratch
+    scratch, adapted, stats = engine.tools.scratch, engine.tools.adapted, engine.tools.rope.cos.dtype
 
     def take(names: str, rows: int, columns: int) -> None:
         for name in names.split():
             scratch(name, (rows, columns), dtype)
 
     take("branch dnormed", tokens, width)
+    if tp.sequence:
+        scratch("ddown", (tokens, width), dtype, adapted.get("down", 0))
+        scratch("do", (tokens, width), dtype, adapted.get("o", 0))
+    if tp.sequence and adapted.keys() & {"qkv", "o", "gate_up", "down"}:  # rows with something beside them
+        take("gathered_rows", tokens, width)
     take("dact", tokens, ffn)
     take("dattn", tokens, c.q_size)
     if any(stage.last for stage in engine.stages.values()):
         take("final_normed", tokens, width)
         take("head_x head_dx", chunk, width)
         take("logits", chunk, c.vocab_size)
-        scratch("final_rstd", (tokens,), engine.tools.rope.cos.dtype)
+        scratch("final_rstd", (tokens // tp.row_shares,), stats)
+        for name, parts in (("loss_terms", 1), ("loss_terms_of_all", tp.size)) if tp.size > 1 else ():
+            scratch(name, (parts, 3, chunk), stats)
 
 
 def _chunk(engine: Engine) -> int:
@@ -125,7 +132,7 @@ def library_bytes(engine: Engine, device: str, documents: int, shapes: int) -> i
 def attention_bytes(engine: Engine, documents: int) -> tuple[int, int]:
     """(kept from a layer's forward to its backward, taken within its backward) by attention, for the costliest of the
     operations that these settings may call (kernels/attention)."""
-    c, s, size = engine.config, engine.settings, engine.dtype.itemsize
+    c, s, size = engine.share, engine.settings, engine.dtype.itemsize
     n, heads, q, kv = s.rows * s.seq_len, c.num_attention_heads, c.q_size, c.kv_size
     documents = max(documents, s.rows)
     wide = max(4, size)
@@ -143,7 +150,7 @@ def attention_bytes(engine: Engine, documents: int) -> tuple[int, int]:
 def reference_bytes(engine: Engine) -> int:
     """What the references' temporaries take on a CPU, where formulas are evaluated operation by operation: so many
     wide copies of AdamW's largest buffer, of a chunk's logits in the loss, or of the feed-forward in SwiGLU."""
-    c, s = engine.config, engine.settings
+    c, s = engine.share, engine.settings
     largest = max(len(unit.param) for unit in engine.state.trained.values())
     logits, ffn = _chunk(engine) * c.vocab_size, s.rows * s.seq_len * 2 * c.intermediate_size
     return max(4, engine.dtype.itemsize) * max(8 * largest, 4 * logits, 3 * ffn)

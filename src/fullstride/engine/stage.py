@@ -32,13 +32,14 @@ from fullstride.model.block import (
     block_weights,
     block_wgrad,
 )
+from fullstride.model.embedding import embed_bwd, embed_fwd
 from fullstride.model.head import HeadContext, HeadWeights, head_begin, head_chunk, head_end
 from fullstride.model.linear import LinearContext, fold
 from fullstride.model.lora import LoraSettings, adapters_of
 from fullstride.model.spec import ModelConfig
+from fullstride.model.tensor_parallel import TensorParallel
 from fullstride.ops.attention import attention_fwd
 from fullstride.ops.cross_entropy import IGNORED
-from fullstride.ops.embedding import embedding_bwd, embedding_fwd
 from fullstride.ops.matmul import Matmul
 from fullstride.ops.rope import Rope
 
@@ -52,7 +53,9 @@ LOSS, LOSS_1K, LSE_SUM, TOKENS, TOKENS_1K, LSE_MAX = range(6)
 class Tools:
     """What all stages of a rank share."""
 
-    config: ModelConfig
+    config: ModelConfig  # the sizes of this rank's share of every layer
+    tp: TensorParallel
+    vocabulary: range | None  # of this rank's part of embedding and head; None: all
     lora: LoraSettings | None
     adapted: dict[str, int]  # columns of u and du of each linear that has an adapter
     state: State
@@ -77,7 +80,7 @@ class Tools:
         """A block's weights, or their gradients, as `get` gives them."""
         adapters = {}
         if self.lora is not None:
-            adapters = adapters_of(get(f"blocks.{layer}.adapter"), self.config, self.lora, layer)
+            adapters = adapters_of(get(f"blocks.{layer}.adapter"), self.config, self.lora, layer, self.tp)
         return block_weights(get(f"blocks.{layer}"), adapters)
 
     def head(self, get: GetUnit) -> HeadWeights:
@@ -90,6 +93,11 @@ class Tools:
         """What makes up one block."""
         block = f"blocks.{layer}"
         return (block,) if self.lora is None else (block, f"{block}.adapter")
+
+    @property
+    def shared(self) -> tuple[TensorParallel, range | None, Scratch]:
+        """What embedding and head take."""
+        return self.tp, self.vocabulary, self.scratch
 
     @property
     def head_units(self) -> tuple[str, ...]:
@@ -139,11 +147,11 @@ class Stage:
         self.first, self.last = layers.start == 0, layers.stop == tools.config.num_hidden_layers
         self._units = {unit for layer in layers for unit in tools.units(layer)}
         self._units |= ({"embedding"} if self.first else set()) | ({*tools.head_units} if self.last else set())
-        self._width, spare = tools.config.hidden_size, tools.adapted.get("down", 0)
+        self._width, spare = tools.config.hidden_size, 0 if tools.tp.sequence else tools.adapted.get("down", 0)
         self.slots: list[Slot] = []
         for index in range(num_slots):
             batch, saved = make_batch(), [buffers.layer() for _ in layers]
-            shape = batch.rows * batch.seq_len, spare_columns(self._width, spare)
+            shape = batch.rows * batch.seq_len // tools.tp.row_shares, spare_columns(self._width, spare)
             output = arena.zeros("activations", shape, saved[0]["x"].dtype)[:, : self._width + spare]
             self.slots.append(Slot(index, batch, saved, output))
 
@@ -168,7 +176,7 @@ class Stage:
         weights, (residual, branch) = self._tools.state.weights, (saved[0]["x"], None)
         if self.first:
             weights.gather("embedding")
-            embedding_fwd(weights.get("embedding")["embedding"], slot.batch.ids, residual)
+            embed_fwd(weights.get("embedding")["embedding"], slot.batch.ids, residual, *self._tools.shared)
             weights.release("embedding")
         drops_attention = not ctx.linear.training or self._tools.recompute & ATTENTION_DROPPED_BY
         for layer, s in zip(self._gathered(self.layers), saved, strict=True):
@@ -187,6 +195,7 @@ class Stage:
             slot.batch.positions,
             documents,
             lambda q, k, v: attention_fwd(q, k, v, documents),
+            tools.tp,
         )
 
     def _gathered(self, layers: range) -> Iterator[int]:
@@ -260,7 +269,7 @@ class Stage:
 
     def _head_context(self, slot: Slot) -> HeadContext:
         tools = self._tools
-        return HeadContext(tools.config.rms_norm_eps, slot.batch.z_loss, tools.matmul, tools.scratch)
+        return HeadContext(tools.config.rms_norm_eps, slot.batch.z_loss, tools.matmul, *tools.shared)
 
     def _backward_piece(self, slot: Slot, weights_later: bool) -> None:
         """From the head's chunks down to the embedding (LoRA: to the lowest adapter)."""
@@ -276,7 +285,7 @@ class Stage:
             if not weights_later:
                 self._block_weights(w, g, layer, s, dy, ctx)
         if self.first and tools.lora is None:
-            embedding_bwd(slot.input, slot.batch.ids, gradients.full("embedding")["embedding"])
+            embed_bwd(slot.input, slot.batch.ids, gradients.full("embedding")["embedding"], *tools.shared)
             gradients.notify("embedding")
         gradients.end_micro_step()
         tools.noise[2:] += 1
@@ -325,12 +334,14 @@ class Stage:
 
     def _add_statistics(self, batch: DeviceBatch) -> None:
         head, stats = batch.head, self._tools.stats
-        stats[:LSE_MAX] += sums(batch)
+        if not self._tools.tp.rank:  # the others know the same
+            stats[:LSE_MAX] += sums(batch)
         supervised = head.targets_M != IGNORED
         stats[LSE_MAX] = torch.maximum(stats[LSE_MAX], torch.where(supervised, head.lse_M, float("-inf")).max())
 
     def evaluate(self, slot: Slot) -> torch.Tensor | None:
-        """Forward only, dropout off; in the last stage: what the micro-batch adds to the statistics."""
+        """Forward only, dropout off. In the last stage, on the first of the ranks that share it: what the micro-batch
+        adds to the statistics."""
         # nothing is kept, so all layers may write one layer's buffers
         kept = Saved(slot.saved[0].tensors, slot.saved[0].with_spare)
         self._layers_forward(slot, [kept] * len(self.layers), self._context(slot, training=False))
@@ -341,7 +352,7 @@ class Stage:
         for i in range(head.num_chunks):
             head_chunk(w, None, ctx, slot.output[:, : self._width], head, i, accumulate=False)
         self._release_head()
-        return sums(slot.batch)
+        return None if self._tools.tp.rank else sums(slot.batch)
 
 
 def sums(batch: DeviceBatch) -> torch.Tensor:

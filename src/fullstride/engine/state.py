@@ -14,18 +14,20 @@ from what the backward writes, for which two blocks' buffers are enough.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 
+from fullstride.engine.split import UnitSplit, tables
 from fullstride.errors import ConfigError
 from fullstride.memory.arena import Arena, FlatLayout
 from fullstride.memory.offload import Offloaded
-from fullstride.model.lora import LoraSettings, adapter_columns, adapter_unit
-from fullstride.model.spec import ModelConfig, TensorSpec, Unit, parameter_table
+from fullstride.model.lora import LoraSettings, adapter_columns
+from fullstride.model.spec import ModelConfig, TensorSpec, Unit
+from fullstride.model.tensor_parallel import split_config
 from fullstride.parallel.comm import Communicator
 from fullstride.parallel.gradients import (
     AllToAllGradients,
@@ -38,6 +40,7 @@ from fullstride.parallel.transport import Zeros, make_transport
 from fullstride.parallel.weights import GatheredWeights, ReplicatedWeights, Views, WeightUnit
 
 Brought = TypeVar("Brought")
+Stretch = tuple[slice, bool, bool]  # see engine/split
 
 
 @dataclass(frozen=True)
@@ -66,8 +69,8 @@ class Sharing:
 
 @dataclass(frozen=True)
 class TrainedUnit:
-    """What this rank updates of a trained unit: elements `part` of its flat buffers, each [part]; `index` keys its
-    rounding noise."""
+    """What this rank updates of a trained unit: elements `part` of its flat buffers, each [part], in stretches that
+    tensor parallelism treats alike; `index` keys its rounding noise."""
 
     layout: FlatLayout
     part: slice
@@ -76,14 +79,15 @@ class TrainedUnit:
     m: torch.Tensor
     v: torch.Tensor
     index: int
+    stretches: tuple[Stretch, ...]
 
 
 class State:
     """Allocates and holds a model's tensors; says which are trained.
 
-    base and adapters are this rank's units, base_table and adapter_table all of the model's. trained: by unit name (all
-    of the base in full training, the adapters under LoRA). comm: the ranks that hold the same layers; owners: those of
-    them that share out the state.
+    base and adapters are this rank's units, unsplit, base_table and adapter_table all of the model's. trained: by unit
+    name (all of the base in full training, the adapters under LoRA). comm: the ranks that hold the same tensors;
+    owners: those of them that share out the state; tp: the ranks that share out the tensors (engine/split).
     """
 
     def __init__(
@@ -97,23 +101,29 @@ class State:
         trains: bool = True,
         sharing: Sharing | None = None,
         comm: Communicator | None = None,
+        tp: Communicator | None = None,
+        sequence: bool = False,
         held: Sequence[range] = (),
     ) -> None:
-        """rng: for the noise of gradients' sums (ops/rounding). held: layers of this rank's stages; none: all."""
+        """rng: for the noise of gradients' sums (ops/rounding). sequence: tp's ranks share the rows of the residual
+        stream too. held: layers of this rank's stages; none: all."""
         self._arena, self._precision, self._rng = arena, precision, rng
         self._sharing, self._comm = sharing or Sharing(), comm or Communicator()
         self.owners = self._comm if self._sharing.zero >= 1 else Communicator()
-        every = range(config.num_hidden_layers)
-        self.layers = [layer for layers in held or [every] for layer in layers]
-        self.base_table = parameter_table(config)
-        self.adapter_table = () if lora is None else tuple(adapter_unit(config, lora, layer) for layer in every)
+        self.tp = tp or Communicator()
+        self.layers = [layer for layers in held or [range(config.num_hidden_layers)] for layer in layers]
+        self.base_table, self.adapter_table = tables(config, lora)
         self._held = _held(config, self.layers)
         self.base, self.adapters = (
             tuple(unit for unit in table if unit.name in self._held) for table in (self.base_table, self.adapter_table)
         )
         self.units = self.base + self.adapters
         margins = {} if lora is None else adapter_columns(lora)
-        self._layouts = {unit.name: _layout(unit, margins) for unit in self.units}
+        base, adapters = tables(split_config(config, self.tp.size), lora)
+        self._layouts = {unit.name: _layout(unit, margins) for unit in base + adapters}
+        pairs = zip(base + adapters, self.base_table + self.adapter_table, strict=True)
+        given = self.tp, sequence
+        self.splits = {own.name: UnitSplit(own, unit, self._layouts[own.name], *given) for own, unit in pairs}
         self._maps = {name: ShardMap(layout.size, self.owners.size) for name, layout in self._layouts.items()}
         self.tied = config.tie_word_embeddings
         self.weights = self._make_weights()
@@ -156,6 +166,7 @@ class State:
             extended = {f"{tensor}.extended": view for tensor, view in layout.extended_views(flat).items()}
             part = held[name] if gathered else flat[self._owned(name)]
             units[name] = WeightUnit(flat, layout.views(flat) | extended, part)
+        self._flats = flats
         self.views = {name: self._layouts[name].views(flat) for name, flat in flats.items()}
         return (GatheredWeights if gathered else ReplicatedWeights)(units, self.owners, transport)
 
@@ -164,7 +175,8 @@ class State:
         size = (self._maps[name].part,)
         master = None if precision.master is None else zeros("masters", size, precision.master)
         m, v = zeros("moments", size, precision.m), zeros("moments", size, precision.v)
-        return TrainedUnit(self._layouts[name], part, self.weights.shard(name), master, m, v, index)
+        stretches = tuple(self.splits[name].stretches(part))
+        return TrainedUnit(self._layouts[name], part, self.weights.shard(name), master, m, v, index, stretches)
 
     def _make_gradients(self) -> UnshardedGradients:
         """Sums in another dtype than the products' have to be apart from what the backward writes, so then every unit
@@ -212,8 +224,9 @@ class State:
         return self.views[unit.name][spec.name]
 
     @contextmanager
-    def open(self, unit: Unit) -> Iterator[Views]:
-        """The parameters of `unit`, whole, to read and to write: what is written must be the same on every rank.
+    def open_share(self, unit: Unit) -> Iterator[Views]:
+        """This rank's share of the parameters of `unit` (all of them without tensor parallelism), to read and to write:
+        what is written must be the same on every rank that has the same share.
 
         A collective: all ranks open the same units in the same order.
         """
@@ -226,6 +239,17 @@ class State:
             self.weights.release(unit.name)
 
     @contextmanager
+    def open(self, unit: Unit) -> Iterator[Views]:
+        """The parameters of `unit`, whole, to read and to write: what is written must be the same on every rank. A
+        collective as `open_share`."""
+        with self.open_share(unit) as views:
+            if self.tp.size == 1:
+                yield views
+                return
+            with self._unsplit(unit.name, self._flats[unit.name]) as whole:
+                yield whole
+
+    @contextmanager
     def open_values(self, unit: Unit) -> Iterator[Views]:
         """As `open`, in the most digits that there are: the masters', where `unit` has them."""
         trained = self.trained.get(unit.name)
@@ -233,12 +257,27 @@ class State:
             with self.open(unit) as views:
                 yield views
             return
-        whole = trained.master
-        if self.owners.size > 1:
-            whole = whole.new_empty(self._maps[unit.name].whole)
-            self.owners.all_gather(trained.master, whole).wait()
-        yield trained.layout.views(whole)
-        trained.master.copy_(whole[trained.part])
+        flat = self._brought(unit.name, trained.master)
+        with self._unsplit(unit.name, flat) as whole:
+            yield whole
+        trained.master.copy_(flat[trained.part])
+
+    @contextmanager
+    def _unsplit(self, unit: str, flat: torch.Tensor) -> Iterator[Views]:
+        """The unsplit tensors of which `flat` is this rank's share: what is written is cut into it."""
+        split = self.splits[unit]
+        whole = split.gather(flat)
+        yield split.whole_layout.views(whole)
+        if self.tp.size > 1:
+            split.cut(whole, flat)
+
+    def _brought(self, unit: str, part: torch.Tensor) -> torch.Tensor:
+        """A flat buffer of which every owner has its `part`. A collective."""
+        if self.owners.size == 1:
+            return part
+        flat = part.new_empty(self._maps[unit].whole)
+        self.owners.all_gather(part, flat).wait()
+        return flat
 
     def values(self, unit: Unit) -> Views:
         """Copies on the CPU of what `open_values` gives. A collective."""
@@ -250,20 +289,45 @@ class State:
         precision, trained = self._precision, self.adapter_table or self.base_table
         return precision.master if precision.master and self.trained and unit in trained else precision.param
 
-    def held(self, unit: str) -> dict[str, Part]:
-        """What this rank keeps of a trained unit, by name: its parts of parameters, masters (if any) and moments."""
-        return self._cut(unit, self._maps[unit].unpadded(self.owners.rank))
+    def held(self, unit: str, device: str = "cpu") -> dict[str, Part]:
+        """What this rank needs of a trained unit that was saved, by name: its parts of parameters, masters (if any) and
+        moments, themselves. Where they are split: the whole on `device`, to be filled, for `restore`."""
+        if self.tp.size == 1:
+            return self._cut(unit, self._maps[unit].unpadded(self.owners.rank))
+        size, buffers = self.splits[unit].whole_layout.size, self._buffers(unit).items()
+        return {name: Part(torch.empty(size, dtype=b.dtype, device=device), 0, size) for name, b in buffers}
+
+    def restore(self, unit: str, parts: Mapping[str, Part]) -> None:
+        """The parts that `held` gave were filled: let them be what this rank keeps."""
+        if self.tp.size == 1:
+            return
+        for name, buffer in self._buffers(unit).items():
+            flat = buffer.new_zeros(self._maps[unit].whole)
+            self.splits[unit].cut(parts[name].values, flat)
+            buffer.copy_(flat[self._owned(unit)])
 
     def share(self, unit: str) -> dict[str, Part]:
-        """What this rank saves of that: an equal part of all ranks', whether they hold the whole or not."""
-        return self._cut(unit, ShardMap(self._maps[unit].size, self._comm.size).unpadded(self._comm.rank))
+        """What this rank saves of that: an equal part of all ranks', whether they hold the whole or not; where tensors
+        are split, a copy on the CPU. A collective."""
+        if self.tp.size == 1:
+            return self._cut(unit, ShardMap(self._maps[unit].size, self._comm.size).unpadded(self._comm.rank))
+        size = self.splits[unit].whole_layout.size
+        rank, ranks = self._comm.rank * self.tp.size + self.tp.rank, self._comm.size * self.tp.size
+        wanted, parts = ShardMap(size, ranks).unpadded(rank), {}
+        for name, buffer in self._buffers(unit).items():
+            whole = self.splits[unit].gather(self._brought(unit, buffer))
+            parts[name] = Part(whole[wanted].to("cpu", copy=True), wanted.start, size)
+        return parts
 
     def _cut(self, unit: str, wanted: slice) -> dict[str, Part]:
         u = self.trained[unit]
         own = slice(wanted.start - u.part.start, wanted.stop - u.part.start)
+        return {name: Part(b[own], wanted.start, u.layout.size) for name, b in self._buffers(unit).items()}
+
+    def _buffers(self, unit: str) -> dict[str, torch.Tensor]:
+        u = self.trained[unit]
         named = {"param": u.param, "master": u.master, "m": u.m, "v": u.v}
-        size = u.layout.size
-        return {name: Part(buffer[own], wanted.start, size) for name, buffer in named.items() if buffer is not None}
+        return {name: buffer for name, buffer in named.items() if buffer is not None}
 
     @contextmanager
     def in_turn(self, units: Sequence[str], bring: Callable[[str], Brought]) -> Iterator[Callable[[str], Brought]]:
@@ -293,12 +357,18 @@ class State:
 
     def gradient(self, unit: Unit) -> Views:
         """What this rank holds of the gradient of the loss sum, on the CPU, for debugging: its own rows' sum, or once
-        that is reduced all ranks' sum in this rank's part; zeros elsewhere and for a frozen unit."""
-        whole = torch.zeros(self._maps[unit.name].whole, dtype=self._precision.grad or self._precision.param)
+        that is reduced all ranks' sum in this rank's part; zeros elsewhere and for a frozen unit. Of what tensor
+        parallelism shares out: with the others' shares, and then a collective."""
+        dtype, device = self._precision.grad or self._precision.param, self._arena.device
+        flat = torch.zeros(self._maps[unit.name].whole, dtype=dtype, device="cpu" if self.tp.size == 1 else device)
         if unit.name in self.trained:
             part, values = self.gradients.held(unit.name)
-            whole[part] = values.cpu().to(whole.dtype)
-        return self._layouts[unit.name].views(whole)
+            flat[part] = values.to(flat)
+            for stretch, _, term in self.splits[unit.name].stretches(slice(0, len(flat))):
+                if term:
+                    self.tp.all_reduce(flat[stretch]).wait()
+        split = self.splits[unit.name]
+        return {name: view.cpu() for name, view in split.whole_layout.views(split.gather(flat)).items()}
 
     def params_written(self, units: tuple[Unit, ...]) -> None:
         """The parameters of `units` were written from outside: bring their masters, if any, up to date."""

@@ -21,6 +21,7 @@ from fullstride.engine.batch import DeviceBatch, HostBatch
 from fullstride.engine.graphs import Graphs
 from fullstride.engine.optimizer import Optimizer
 from fullstride.engine.pipeline_plan import Work, deal_layers
+from fullstride.engine.split import tensor_parallel
 from fullstride.engine.stage import LSE_MAX, TOKENS, Slot, Stage, Tools, fold_block
 from fullstride.engine.state import Precision, Sharing, State
 from fullstride.memory.arena import Arena, Scratch
@@ -29,6 +30,7 @@ from fullstride.model.block import saved_table
 from fullstride.model.flops import lora_parameters
 from fullstride.model.lora import LoraSettings, adapter_columns
 from fullstride.model.spec import ModelConfig, Unit
+from fullstride.model.tensor_parallel import split_config, vocabulary_of
 from fullstride.ops.attention import Documents
 from fullstride.ops.matmul import WORKSPACE_BYTES, Matmul, fastest_matmul, matmul
 from fullstride.ops.rope import Rope, rope_frequencies, rope_tables
@@ -57,6 +59,7 @@ class EngineSettings:
     trains: bool = True  # False: no gradients, moments or saved activations, for generation
     pp: int = 1  # pipeline stages' ranks
     tp: int = 1  # ranks that share out every layer
+    sequence_parallel: bool = True  # where tp does: the rows of the residual stream too, if they divide
     microbatches: int = 1
     schedule: str = "1f1b"  # of pipelines (parallel/schedule)
     chunks: int = 1  # stages a rank, in an interleaved pipeline
@@ -86,10 +89,13 @@ class Engine:
         device: torch.device,
         comm: Communicator | None = None,
     ) -> None:
-        """comm: all ranks. A collective of theirs."""
+        """comm: all ranks. A collective of theirs. Raises ConfigError where pp or tp does not divide the model."""
         self.config, self.lora, self.settings, self.device = config, lora, settings, device
         self.mesh = Mesh(comm, settings.pp, settings.tp, wraps=settings.chunks > 1)
         self.comm = self.mesh.world
+        rows_divide = settings.rows * settings.seq_len % settings.tp == 0
+        sequence = settings.tp > 1 and settings.sequence_parallel and rows_divide
+        self.share, tp = split_config(config, settings.tp), tensor_parallel(self.mesh.tp, sequence)
         self.arena = Arena(device)
         scratch = Scratch(self.arena, grows=False)
         self.dtype = dtype = settings.precision.param
@@ -100,15 +106,18 @@ class Engine:
         held = [self.layers[number] for number in self.schedule.stages(self.mesh.pp.rank)]
         noise = self.arena.zeros("batch", (3,), torch.int64)
         shared = {"trains": settings.trains, "sharing": settings.sharing, "comm": self.mesh.dp, "held": held}
+        shared |= {"tp": self.mesh.tp, "sequence": sequence}
         self.state = State(config, lora, settings.precision, self.arena, noise, **shared)
         self.optimizer = Optimizer(self.state, self.mesh, self.arena)
-        self.saved_table = tuple(SavedTensor(*row) for row in saved_table(config, adapted))
+        self.saved_table = tuple(SavedTensor(*row) for row in saved_table(self.share, adapted, tp.row_shares))
         if lora is not None and lora.dropout and settings.trains:  # one buffer for linears of all widths
-            widest = max(config.hidden_size, config.q_size, config.intermediate_size)
+            widest = max(config.hidden_size, self.share.q_size, self.share.intermediate_size)
             scratch("dropped", (settings.rows * settings.seq_len, widest), dtype)
         self.graphs = Graphs(settings.graphs and device.type == "cuda")
         self.tools = Tools(
-            config,
+            self.share,
+            tp,
+            vocabulary_of(config.vocab_size, tp),
             lora,
             adapted,
             self.state,

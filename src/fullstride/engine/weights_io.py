@@ -19,7 +19,6 @@ from fullstride.model.hf import (
     check_tensors,
     compare_tensors,
     copy_files,
-    read_parts,
     write_model,
 )
 from fullstride.model.lora import peft_config, read_peft_config
@@ -44,10 +43,9 @@ def import_weights(engine: Engine, path: str | Path) -> None:
         check_tensors(checkpoint, state.base_table, engine.config.tie_word_embeddings)
     with engine.comm.committed():
         for unit in state.base:
-            with state.open(unit) as views:
-                for spec in unit.tensors:
-                    for part, tensor in read_parts(checkpoint, spec):
-                        views[spec.name][part.start : part.stop].copy_(tensor)
+            with state.open_share(unit) as views:
+                for name, share in state.splits[unit.name].shares(engine.mesh.tp.rank):
+                    views[name][share.own].copy_(checkpoint.get(share.hf_name, share.part))
         engine.params_written(state.base)
 
 
@@ -137,7 +135,7 @@ def _values(engine: Engine, unit: Unit) -> Views:
     rank, wherever they live, on others perhaps nothing. A collective."""
     mesh, holder = engine.mesh, engine.holder(unit.name)
     views = engine.state.values(unit) if mesh.pp.rank == holder else {}
-    if holder and not mesh.dp.rank:
+    if holder and not (mesh.dp.rank or mesh.tp.rank):
         dtype = engine.state.values_dtype(unit)
         for spec in unit.tensors:
             views.setdefault(spec.name, torch.empty(spec.shape, dtype=dtype))

@@ -4,7 +4,7 @@ One program a row: a pass for maximum and sum, a pass for the gradient. The seco
 cache where it is still there; so some blocks of the row stay in registers between the passes, and the rows that are
 under way fit the cache better.
 """
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
 
 from __future__ import annotations
 
@@ -64,6 +64,87 @@ def write_block(logits, block, V, x, top, scale, IS_TAIL: tl.constexpr):
         tl.store(logits + at, d, mask=at < V, eviction_policy="evict_first")
     else:
         tl.store(logits + at, d, eviction_policy="evict_first")
+
+
+@triton.jit
+def write_gradient(words, logits, V, top, scale, PACK: tl.constexpr, LANES: tl.constexpr, WORDS: tl.constexpr):
+    """Overwrites a row of logits, whose words are read anew, with scale * exp(x - top)."""
+    num_full = V // (LANES * WORDS * PACK)
+    tail = unpack(load_block(words, num_full, V, True, PACK, LANES, WORDS), 0)
+    write_block(logits, num_full, V, tail, top, scale, True)
+    for turn in range(0, num_full):
+        block = num_full - 1 - turn  # what was read last is the likeliest to be in the cache still
+        x = unpack(load_block(words, block, V, False, PACK, LANES, WORDS), 0)
+        write_block(logits, block, V, x, top, scale, False)
+
+
+@triton.jit
+def part_terms_kernel(
+    logits,
+    targets,
+    terms,
+    logits_stride,
+    first,
+    M,
+    V,
+    PACK: tl.constexpr,
+    LANES: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * logits_stride
+    words = logits.to(tl.pointer_type(tl.int32)) if PACK == 2 else logits
+    num_full = V // (LANES * WORDS * PACK)
+    target = tl.load(targets + row)
+    if target == -100:
+        tl.store(terms + row, 0.0)
+        tl.store(terms + M + row, 1.0)
+        tl.store(terms + 2 * M + row, 0.0)
+    else:
+        top, total = tl.full([LANES], LOWEST, tl.float32), tl.zeros([LANES], tl.float32)
+        for block in range(0, num_full):
+            top, total = accumulate(unpack(load_block(words, block, V, False, PACK, LANES, WORDS), 0), top, total)
+        top, total = accumulate(unpack(load_block(words, num_full, V, True, PACK, LANES, WORDS), 0), top, total)
+        row_top = tl.max(top, axis=0)
+        column = target - first
+        here = (column >= 0) & (column < V)
+        tl.store(terms + row, row_top)
+        tl.store(terms + M + row, tl.sum(total * tl.exp2((top - row_top) * LOG2E), axis=0))
+        tl.store(terms + 2 * M + row, tl.load(logits + column, mask=here, other=0.0).to(tl.float32))
+
+
+@triton.jit
+def part_bwd_kernel(
+    logits,
+    targets,
+    z_loss,
+    terms,
+    logits_stride,
+    first,
+    M,
+    V,
+    PACK: tl.constexpr,
+    LANES: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * logits_stride
+    target = tl.load(targets + row)
+    if target == -100:
+        nothing = tl.zeros([LANES, WORDS * PACK], tl.float32)
+        for block in range(0, V // (LANES * WORDS * PACK) + 1):
+            write_block(logits, block, V, nothing, 0.0, 0.0, True)
+    else:
+        words = logits.to(tl.pointer_type(tl.int32)) if PACK == 2 else logits
+        top, total = tl.load(terms + row), tl.load(terms + M + row)
+        scale = (1 + 2 * tl.load(z_loss).to(tl.float32) * (top + tl.log(total))) / total
+        column = target - first
+        here = (column >= 0) & (column < V)
+        target_logit = tl.load(logits + column, mask=here, other=0.0).to(tl.float32)
+        tl.debug_barrier()  # every thread has read it
+        write_gradient(words, logits, V, top, scale, PACK, LANES, WORDS)
+        tl.debug_barrier()  # every thread has written: this comes over it
+        tl.store(logits + column, tl.exp2((target_logit - top) * LOG2E) * scale - 1, mask=here)
 
 
 @triton.jit
@@ -137,11 +218,8 @@ def cross_entropy(
     """See ops/cross_entropy. Rows may be strided. Moves 2 M V elements (M V without the backward), plus what of the
     second reading misses registers and the L2 cache.
     """
-    (num_rows, vocab_size), size = logits_MV.shape, logits_MV.element_size()
-    # a word of 32 bits holds two bf16, unless words would straddle rows
-    is_packed = size == 2 and (vocab_size | logits_MV.stride(0) | logits_MV.data_ptr() // 2) % 2 == 0
-    pack, lane = 2 if is_packed else 1, 16 // size
-    block = min(32 * (WARPS if backward else LOSS_WARPS) * PER_THREAD, max(32 * lane, next_power_of_2(vocab_size)))
+    num_rows, vocab_size = logits_MV.shape
+    block, launch = _launch(logits_MV, WARPS if backward else LOSS_WARPS)
     cross_entropy_kernel[(num_rows,)](
         logits_MV,
         targets_M,
@@ -151,9 +229,35 @@ def cross_entropy(
         logits_MV.stride(0),
         vocab_size,
         BACKWARD=backward,
-        PACK=pack,
-        LANES=block // lane,
-        WORDS=lane // pack,
         KEPT=KEPT if backward and vocab_size >= KEPT * block else 0,
-        num_warps=max(1, block // (32 * PER_THREAD)),
+        **launch,
     )
+
+
+def part_terms(logits_MV: torch.Tensor, targets_M: torch.Tensor, first: int, terms_3M: torch.Tensor) -> None:
+    """See ops/cross_entropy. Rows may be strided. Moves M V elements."""
+    (num_rows, width), (_, launch) = logits_MV.shape, _launch(logits_MV, LOSS_WARPS)
+    part_terms_kernel[(num_rows,)](
+        logits_MV, targets_M, terms_3M, logits_MV.stride(0), first, num_rows, width, **launch
+    )
+
+
+def part_bwd(
+    logits_MV: torch.Tensor, targets_M: torch.Tensor, first: int, z_loss: torch.Tensor, terms_3M: torch.Tensor
+) -> None:
+    """See ops/cross_entropy. Rows may be strided. Moves 2 M V elements."""
+    (num_rows, width), (_, launch) = logits_MV.shape, _launch(logits_MV, WARPS)
+    part_bwd_kernel[(num_rows,)](
+        logits_MV, targets_M, z_loss, terms_3M, logits_MV.stride(0), first, num_rows, width, **launch
+    )
+
+
+def _launch(logits_MV: torch.Tensor, warps: int) -> tuple[int, dict[str, int]]:
+    """(elements of a row at once, how they are laid out) with at most so many warps a row."""
+    width, size = logits_MV.shape[1], logits_MV.element_size()
+    # a word of 32 bits holds two bf16, unless words would straddle rows
+    is_packed = size == 2 and (width | logits_MV.stride(0) | logits_MV.data_ptr() // 2) % 2 == 0
+    pack, lane = 2 if is_packed else 1, 16 // size
+    block = min(32 * warps * PER_THREAD, max(32 * lane, next_power_of_2(width)))
+    layout = {"PACK": pack, "LANES": block // lane, "WORDS": lane // pack}
+    return block, layout | {"num_warps": max(1, block // (32 * PER_THREAD))}

@@ -42,7 +42,7 @@ def sum_shares_kernel(
     piece = first // PIECE
     token = tl.load(sorted_ids + first)
     begins = (first == 0) | (tl.load(sorted_ids + first - 1, mask=first > 0, other=0) != token)
-    if begins | (first % PIECE == 0):
+    if (begins | (first % PIECE == 0)) & (token >= 0):
         places = first + tl.arange(0, PIECE)
         in_piece = places < tl.minimum((piece + 1) * PIECE, N)
         same = in_piece & (tl.load(sorted_ids + places, mask=in_piece, other=0) == token)
@@ -80,7 +80,7 @@ def add_shares_kernel(
     after = (piece + 1) * PIECE
     token = tl.load(sorted_ids + after - 1)  # there is a piece after this one
     begins = (piece == 0) | (tl.load(sorted_ids + piece * PIECE - 1, mask=piece > 0, other=0) != token)
-    if begins & (tl.load(sorted_ids + after) == token):
+    if begins & (token >= 0) & (tl.load(sorted_ids + after) == token):
         cols = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
         acc = tl.zeros([BLOCK_SHARES, BLOCK_D], tl.float32)
         start = piece + 1

@@ -33,7 +33,12 @@ def noise(rng, stream, start, BLOCK: tl.constexpr):
 
     rng: int64 [3] = seed, step, micro-step. One Philox gives eight neighbours, which are one thread's, their halves.
     """
-    group = (start // 8 + tl.arange(0, BLOCK // 8)).to(tl.uint32)
+    return noise_of_groups(rng, stream, (start // 8 + tl.arange(0, BLOCK // 8)).to(tl.uint32), BLOCK)
+
+
+@triton.jit
+def noise_of_groups(rng, stream, group, BLOCK: tl.constexpr):
+    """The same for the elements of BLOCK // 8 groups of eight, whose numbers are `group`."""
     step, micro_step = tl.load(rng + 1).to(tl.uint32), tl.load(rng + 2).to(tl.uint32)
     w0, w1, w2, w3 = philox(tl.load(rng), group, stream.to(tl.uint32), step, micro_step)
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3))

@@ -19,7 +19,7 @@ class SavedTensor:
     """One row of the table: columns per token (0: one value a token), and the recompute flags that drop it.
 
     `wide` tensors are float32 (float64 in a float64 model) whatever the model's dtype. `spare` columns follow the
-    tensor's own.
+    tensor's own. Of the tokens it has one in `row_shares`: the others' ranks have the rest.
     """
 
     name: str
@@ -27,6 +27,7 @@ class SavedTensor:
     dropped_by: frozenset[str] = frozenset()
     wide: bool = False
     spare: int = 0
+    row_shares: int = 1
 
 
 @dataclass
@@ -63,7 +64,8 @@ class SavedBuffers:
     def _buffer(self, row: SavedTensor, segment: str) -> torch.Tensor:
         stats = torch.float64 if self._dtype == torch.float64 else torch.float32
         columns = spare_columns(row.columns, row.spare)
-        shape: Any = (self._num_tokens, columns) if columns else (self._num_tokens,)
+        num_rows = self._num_tokens // row.row_shares
+        shape: Any = (num_rows, columns) if columns else (num_rows,)
         whole = self._arena.zeros(segment, shape, stats if row.wide else self._dtype)
         return whole[:, : row.columns + row.spare] if row.spare else whole
 

@@ -5,10 +5,10 @@
     mid  = x + attn Wo^T                normed = norm(mid)      gate_up = normed Wgu^T
     act  = silu(gate) * up              branch = act Wdown^T
 
-The residual stream travels as a pair (residual, branch): the addition happens inside the next norm. LoRA, recompute and
-the KV cache enter as arguments; there is no second block. In the backward the gradients of x, qkv, mid and gate_up take
-the places of those tensors. See model/spec for the shape legend, and model/linear for the spare columns that an adapted
-linear's input and output gradient have.
+The residual stream travels as a pair (residual, branch): the addition happens inside the next norm. LoRA, recompute,
+the KV cache and tensor parallelism (model/tensor_parallel) enter as arguments; there is no second block. In the
+backward the gradients of x, qkv, mid and gate_up take the places of those tensors. See model/spec for the shape legend,
+and model/linear for the spare columns that an adapted linear's input and output gradient have.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from fullstride.model.linear import (
     linear_wgrad,
 )
 from fullstride.model.spec import ModelConfig
+from fullstride.model.tensor_parallel import ALONE, TensorParallel
 from fullstride.ops.attention import Documents, attention_bwd
 from fullstride.ops.rms_norm import rms_norm_bwd, rms_norm_fwd
 from fullstride.ops.rope import Rope, heads, rope_bwd, rope_fwd
@@ -53,20 +54,25 @@ class SavedTensors(Protocol):
     def extended(self, name: str) -> torch.Tensor: ...
 
 
-SavedRow = tuple[str, int, frozenset[str], bool, int]
+# what is kept of the residual stream
+STREAM = frozenset({"x", "attn_rstd", "mid", "mlp_rstd"})
+
+SavedRow = tuple[str, int, frozenset[str], bool, int, int]
 
 
-def saved_table(c: ModelConfig, spare: Mapping[str, int]) -> list[SavedRow]:
-    """What a block keeps: (name, columns per token, recompute flags that drop it, float32 always, spare columns).
+def saved_table(c: ModelConfig, spare: Mapping[str, int], row_shares: int = 1) -> list[SavedRow]:
+    """What a block keeps: (name, columns per token, recompute flags that drop it, float32 always, spare columns, ranks
+    that share its rows). row_shares: these, of the residual stream. c: the sizes of this rank's share of the block.
 
     Producer and readers stand in the functions below. `spare`: columns of u and du of each linear that has an adapter.
     They lie beside its input, and beside its output, whose place the output's gradient takes. x and mid are no linear's
     outputs, but mid and o's branch have one gradient, and so have x and the branch of the block below. Attention's
-    output and statistics come as new tensors from its library (see ATTENTION_DROPPED_BY), so o's u lies apart.
+    output and statistics come as new tensors from its library (see ATTENTION_DROPPED_BY), so o's u lies apart. Where
+    ranks share rows, what is beside x and mid lies apart too: see BlockContext.output_gradient.
     """
     qkv_columns = c.q_size + 2 * c.kv_size
     inputs = {"attn_normed": "qkv", "mlp_normed": "gate_up", "act": "down"}
-    outputs = {"x": "down", "qkv": "qkv", "mid": "o", "gate_up": "gate_up"}
+    outputs = {"qkv": "qkv", "gate_up": "gate_up"} | ({"x": "down", "mid": "o"} if row_shares == 1 else {})
     beside = {name: spare.get(linear, 0) for name, linear in (inputs | outputs).items()}
     rows: list[tuple[str, int, tuple[str, ...], bool]] = [
         ("x", c.hidden_size, (), False),
@@ -83,7 +89,10 @@ def saved_table(c: ModelConfig, spare: Mapping[str, int]) -> list[SavedRow]:
         rows.append(("qk", c.q_size + c.kv_size, ("qkv", "block"), False))
     if "o" in spare:
         rows.append(("u_o", spare["o"], (), False))
-    return [(name, columns, frozenset(flags), wide, beside.get(name, 0)) for name, columns, flags, wide in rows]
+    return [
+        (name, columns, frozenset(flags), wide, beside.get(name, 0), row_shares if name in STREAM else 1)
+        for name, columns, flags, wide in rows
+    ]
 
 
 @dataclass(frozen=True)
@@ -113,7 +122,7 @@ def block_weights(views: dict[str, torch.Tensor], adapters: dict[str, Adapter]) 
 
 @dataclass
 class BlockContext:
-    """What all layers of one micro-step share."""
+    """What all layers of one micro-step share. config: the sizes of this rank's share of a block."""
 
     config: ModelConfig
     linear: LinearContext
@@ -121,10 +130,28 @@ class BlockContext:
     positions_N: torch.Tensor
     documents: Documents
     attend: Attend
+    tp: TensorParallel = ALONE
 
-    def buffer(self, name: str, columns: int, like: torch.Tensor) -> torch.Tensor:
+    def buffer(self, name: str, columns: int, like: torch.Tensor, spare: int = 0) -> torch.Tensor:
         """Scratch [N, columns] of `like`'s dtype."""
-        return self.linear.scratch(name, (like.shape[0], columns), like.dtype)
+        return self.linear.scratch(name, (self.positions_N.shape[0], columns), like.dtype, spare)
+
+    def output_gradient(
+        self, name: str, own: torch.Tensor, adapter: Adapter | None = None, *, filled: bool = False
+    ) -> torch.Tensor:
+        """[dy | du] of a linear whose output is a term of the residual stream, with the rows of all ranks.
+
+        own: this rank's rows; that is all, unless ranks share them: then scratch `name`, which is filled from `own`, or
+        was before (`filled`) by the same block.
+        """
+        if not self.tp.sequence:
+            return own
+        columns = self.config.hidden_size
+        whole = self.buffer(name, columns, own, 0 if adapter is None else adapter.a.shape[0])
+        if not filled:
+            self.tp.own(whole)[:, :columns].copy_(own[:, :columns])
+            self.tp.gather(whole[:, :columns], self.linear.scratch)
+        return whole
 
     def qkv_heads(self, s: SavedTensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Views (q_NHE, k_NKE, v_NKE) of what attention reads."""
@@ -157,7 +184,8 @@ def _norm(
     which reads it."""
     assert weight is not None
     residual, normed, rstd = names
-    rms_norm_fwd(*source, weight, ctx.config.rms_norm_eps, s[residual], s[normed], s[rstd])
+    rms_norm_fwd(*source, weight, ctx.config.rms_norm_eps, s[residual], ctx.tp.own(s[normed]), s[rstd])
+    ctx.tp.gather(s[normed], ctx.linear.scratch)
     adapter_fwd(linear, s[normed], s.extended(normed)[:, linear.shape[1] :], ctx.linear)
 
 
@@ -186,7 +214,7 @@ def _mid(w: BlockWeights, s: SavedTensors, ctx: BlockContext) -> None:
     if u is not None:
         adapter_fwd(w.o, attn, u, ctx.linear)
     linear_fwd(w.o, attn, branch, ctx.linear, u)
-    _mlp_norm(w, s, ctx, s["x"], branch)
+    _mlp_norm(w, s, ctx, s["x"], ctx.tp.summed(branch))
 
 
 def _mlp_norm(
@@ -204,7 +232,7 @@ def _act(w: BlockWeights, s: SavedTensors, ctx: BlockContext) -> None:
 def block_fwd(
     w: BlockWeights, s: SavedTensors, ctx: BlockContext, residual: torch.Tensor, branch: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(residual_ND, branch_ND), whose sum is the block's output; writes what `s` keeps.
+    """(residual_ND, branch_ND), whose sum is the block's output (this rank's rows of it); writes what `s` keeps.
 
     Without a branch, `residual` must be s["x"] itself (the embedding writes there). The branch returned is scratch: its
     reader is the next norm.
@@ -217,7 +245,7 @@ def block_fwd(
     _act(w, s, ctx)
     out = ctx.buffer("branch", ctx.config.hidden_size, s["x"])
     linear_fwd(w.down, s.extended("act"), out, ctx.linear)
-    return s["mid"], out
+    return s["mid"], ctx.tp.summed(out)
 
 
 def block_recompute(w: BlockWeights, s: SavedTensors, ctx: BlockContext, flags: frozenset[str]) -> None:
@@ -260,7 +288,8 @@ def block_dgrad(
     dy_NY: torch.Tensor,
     until: str | None = None,
 ) -> None:
-    """From dy_NY, the gradient of residual + branch (with columns for down's du), to that of the block's input.
+    """From dy_NY, the gradient of residual + branch (with columns for down's du), to that of the block's input: this
+    rank's rows of both.
 
     The gradients of gate_up, mid, qkv and x take the places of those tensors, with du beside them, for block_wgrad and,
     the last one, for the block below. Adds into the norms' and bias's gradients in `g`. `until` names the linear (down,
@@ -269,15 +298,18 @@ def block_dgrad(
     assert w.mlp_norm is not None and w.attn_norm is not None
     c = ctx.config
     dact = ctx.buffer("dact", c.intermediate_size, dy_NY)
-    if not _input_gradient("down", w.down, dy_NY, dact, ctx, until):
+    dout = ctx.output_gradient("ddown", dy_NY, w.down.adapter)
+    if not _input_gradient("down", w.down, dout, dact, ctx, until):
         return
     swiglu_bwd(dact, s["gate_up"], s["gate_up"])
     dnormed = ctx.buffer("dnormed", c.hidden_size, dy_NY)
     if not _input_gradient("gate_up", w.gate_up, s.extended("gate_up"), dnormed, ctx, until):
         return
-    rms_norm_bwd(dnormed, s["mid"], w.mlp_norm, s["mlp_rstd"], dy_NY[:, : c.hidden_size], s["mid"], g.mlp_norm)
+    dmlp, dresidual = ctx.tp.summed(dnormed), dy_NY[:, : c.hidden_size]
+    rms_norm_bwd(dmlp, s["mid"], w.mlp_norm, s["mlp_rstd"], dresidual, s["mid"], g.mlp_norm)
     dattn = ctx.buffer("dattn", c.q_size, dy_NY)
-    if not _input_gradient("o", w.o, s.extended("mid"), dattn, ctx, until):
+    dmid = ctx.output_gradient("do", s.extended("mid"), w.o.adapter)
+    if not _input_gradient("o", w.o, dmid, dattn, ctx, until):
         return
     out, *state = s.attention
     dq, dk, dv = attention_bwd(dattn.view(out.shape), *ctx.qkv_heads(s), out, tuple(state), ctx.documents)
@@ -285,7 +317,7 @@ def block_dgrad(
     rope_bwd(dq, dk, dv, raw, ctx.positions_N, ctx.rope, w.q_norm, w.k_norm, s["qkv"], *grads)
     if not _input_gradient("qkv", w.qkv, s.extended("qkv"), dnormed, ctx, until):
         return
-    rms_norm_bwd(dnormed, s["x"], w.attn_norm, s["attn_rstd"], s["mid"], s["x"], g.attn_norm)
+    rms_norm_bwd(ctx.tp.summed(dnormed), s["x"], w.attn_norm, s["attn_rstd"], s["mid"], s["x"], g.attn_norm)
 
 
 def block_wgrad(
@@ -297,11 +329,16 @@ def block_wgrad(
     accumulate: bool,
     until: str | None = None,
 ) -> None:
-    """Writes the gradients of the block's linears into `g` (see linear_wgrad), after block_dgrad of the same block."""
+    """Writes the gradients of the block's linears into `g` (see linear_wgrad), after block_dgrad of the same block;
+    where ranks share rows, right after it."""
+
+    def dout(name: str, linear: Linear, own: torch.Tensor) -> torch.Tensor:
+        return ctx.output_gradient(name, own, linear.adapter, filled=True)
+
     gradients = (
-        ("down", w.down, g.down, lambda: s.extended("act"), lambda: dy_NY),
+        ("down", w.down, g.down, lambda: s.extended("act"), lambda: dout("ddown", w.down, dy_NY)),
         ("gate_up", w.gate_up, g.gate_up, lambda: s.extended("mlp_normed"), lambda: s.extended("gate_up")),
-        ("o", w.o, g.o, lambda: s.attention[0].flatten(1), lambda: s.extended("mid")),
+        ("o", w.o, g.o, lambda: s.attention[0].flatten(1), lambda: dout("do", w.o, s.extended("mid"))),
         ("qkv", w.qkv, g.qkv, lambda: s.extended("attn_normed"), lambda: s.extended("qkv")),
     )
     for name, linear, grad, x, dy in gradients:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from fullstride.errors import ConfigError
 from fullstride.files import whole_directory, write_json
-from fullstride.model.spec import ModelConfig, Part, TensorSpec, Unit, parameter_table
+from fullstride.model.spec import ModelConfig, Unit, parameter_table
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -99,11 +99,13 @@ class Checkpoint:
         """Number type of tensor `name` as safetensors calls it (`BF16`, `F32`, ...), from the header."""
         return self._dtypes[name]
 
-    def get(self, name: str) -> torch.Tensor:
-        """Tensor `name` on the CPU, mapped from the file: its pages are read when used, and let go with the tensor."""
+    def get(self, name: str, part: tuple[slice, ...] | None = None) -> torch.Tensor:
+        """Tensor `name`, or these of its elements, on the CPU, mapped from the file: its pages are read when used, and
+        let go with the tensor."""
         # opened anew for each tensor: one mapping for all would hold every page read so far
         with _open(self._files[name]) as file:
-            return file.get_tensor(name)
+            whole = part is None or part == tuple(slice(0, n) for n in self._shapes[name])
+            return file.get_tensor(name) if whole else file.get_slice(name)[part]
 
     def _read_header(self, file: Path, index: Mapping[str, str]) -> None:
         with _open(file) as opened:
@@ -195,12 +197,6 @@ def compare_tensors(found: Mapping[str, tuple[int, ...]], table: tuple[Unit, ...
     faults = [f"{kind}: {_some(names)}" for kind, names in kinds.items() if names]
     if faults:
         raise ConfigError(f"{where}: the tensors do not fit the configuration; {'; '.join(faults)}")
-
-
-def read_parts(checkpoint: Checkpoint, spec: TensorSpec) -> Iterator[tuple[Part, torch.Tensor]]:
-    """The checkpoint tensors that make up `spec`, one at a time: each fills rows [part.start, part.stop)."""
-    for part in spec.parts:
-        yield part, checkpoint.get(part.hf_name)
 
 
 def _some(names: Collection[str]) -> str:

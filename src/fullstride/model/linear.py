@@ -29,7 +29,7 @@ from fullstride.ops.matmul import Matmul
 class Scratch(Protocol):
     """Gives buffers that live until their name is taken again."""
 
-    def __call__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor: ...
+    def __call__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, spare: int = 0) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,18 @@ class AdapterB:
 
 @dataclass(frozen=True)
 class Adapter:
-    """LoRA beside one (merged) weight: a [len(b) * R, I], a B for each adapted projection, scale = alpha / R."""
+    """LoRA beside one (merged) weight: a [len(b) * R, I], a B for each adapted projection, scale = alpha / R.
+
+    What x is to this rank is columns first_column .. first_column + I of num_columns (0: I); so its dropout is theirs.
+    """
 
     a: torch.Tensor
     b: tuple[AdapterB, ...]
     scale: float
     dropout: float = 0.0
     stream: int = 0  # of the dropout noise
+    first_column: int = 0
+    num_columns: int = 0
 
     @property
     def rank(self) -> int:
@@ -99,8 +104,13 @@ class LinearContext:
         if not self.drops(adapter):
             return x_NI
         out = self.scratch("dropped", tuple(x_NI.shape), x_NI.dtype)
-        dropout(x_NI, adapter.dropout, self.rng, adapter.stream, out)
+        self.drop(adapter, x_NI, out)
         return out
+
+    def drop(self, adapter: Adapter, x_NI: torch.Tensor, out_NI: torch.Tensor, accumulate: bool = False) -> None:
+        """Overwrites out_NI with x_NI, some of it dropped; with `accumulate` adds that."""
+        place = adapter.first_column, adapter.num_columns
+        dropout(x_NI, adapter.dropout, self.rng, adapter.stream, out_NI, accumulate, *place)
 
 
 def fold(linear: Linear) -> None:
@@ -161,8 +171,7 @@ def linear_dgrad(linear: Linear, dy_NY: torch.Tensor, dx_NI: torch.Tensor, conte
         context.matmul(dy_NY[:, :outputs], linear.weight, dx_NI)
         branch = context.scratch("dropped", tuple(dx_NI.shape), dx_NI.dtype)
         context.matmul(dy_NY[:, outputs:], adapter.a, branch)
-        noise = adapter.dropout, context.rng, adapter.stream
-        dropout(branch, *noise, dx_NI, accumulate=True)
+        context.drop(adapter, branch, dx_NI, accumulate=True)
 
 
 def linear_wgrad(

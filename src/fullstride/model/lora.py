@@ -16,6 +16,7 @@ import torch
 from fullstride.errors import ConfigError
 from fullstride.model.linear import Adapter, AdapterB
 from fullstride.model.spec import ModelConfig, Part, TensorSpec, Unit, block_unit
+from fullstride.model.tensor_parallel import ALONE, TensorParallel
 from fullstride.ops.rounding import DROPOUT, stream
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -69,24 +70,35 @@ def adapter_unit(c: ModelConfig, lora: LoraSettings, layer: int) -> Unit:
         parts = {part.hf_name.split(".")[-2]: part for part in base[linear].parts}
         names = {p: "base_model.model." + parts[p].hf_name.removesuffix(".weight") for p in adapted}
         rows = [Part(f"{names[p]}.lora_A.weight", i * lora.rank, (i + 1) * lora.rank) for i, p in enumerate(adapted)]
-        tensors.append(TensorSpec(f"{linear}.a", (len(rows) * lora.rank, base[linear].shape[1]), tuple(rows), True))
+        by_columns, by_rows = (base[linear].split == dim for dim in (1, 0))  # each of A and B has one of W's dimensions
+        shape = len(rows) * lora.rank, base[linear].shape[1]
+        tensors.append(TensorSpec(f"{linear}.a", shape, tuple(rows), True, 1 if by_columns else None))
         for p in adapted:
             size = parts[p].stop - parts[p].start
             part = Part(f"{names[p]}.lora_B.weight", 0, size)
-            tensors.append(TensorSpec(f"{linear}.b.{p}", (size, lora.rank), (part,), True))
+            tensors.append(TensorSpec(f"{linear}.b.{p}", (size, lora.rank), (part,), True, 0 if by_rows else None))
     return Unit(f"blocks.{layer}.adapter", tuple(tensors))
 
 
-def adapters_of(views: dict[str, torch.Tensor], c: ModelConfig, lora: LoraSettings, layer: int) -> dict[str, Adapter]:
-    """The adapter of each of our linears in one block, from the tensors of its adapter unit (or their gradients)."""
-    rows = {part.hf_name.split(".")[-2]: part for t in block_unit(c, layer).tensors for part in t.parts}
+def adapters_of(
+    views: dict[str, torch.Tensor], c: ModelConfig, lora: LoraSettings, layer: int, tp: TensorParallel = ALONE
+) -> dict[str, Adapter]:
+    """The adapter of each of our linears in one block, from the tensors of its adapter unit (or their gradients).
+
+    c: the sizes of this rank's share of the block.
+    """
+    unit = block_unit(c, layer)
+    rows = {part.hf_name.split(".")[-2]: part for t in unit.tensors for part in t.parts}
+    split = {t.name: t.split for t in unit.tensors}
     adapters = {}
     for i, linear in enumerate(LINEARS):
         adapted = lora.adapted(linear)
         if adapted and views:
             b = tuple(AdapterB(rows[p].start, rows[p].stop, views[f"{linear}.b.{p}"]) for p in adapted)
             noise = stream(DROPOUT, layer * len(LINEARS) + i)
-            adapters[linear] = Adapter(views[f"{linear}.a"], b, lora.scale, lora.dropout, noise)
+            a, part, parts = views[f"{linear}.a"], *((tp.rank, tp.size) if split[linear] == 1 else (0, 1))
+            columns = part * a.shape[1], parts * a.shape[1]
+            adapters[linear] = Adapter(a, b, lora.scale, lora.dropout, noise, *columns)
     return adapters
 
 

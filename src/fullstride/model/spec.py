@@ -281,12 +281,17 @@ class Part:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One of our tensors. `parts` cover its rows in order; `decay` says whether weight decay applies."""
+    """One of our tensors. `parts` cover its rows in order; `decay` says whether weight decay applies.
+
+    split: the dimension along which tensor parallelism shares it out (0: each part's rows), None for what every rank
+    has whole: see model/tensor_parallel.
+    """
 
     name: str
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
     decay: bool
+    split: int | None = None
 
     @property
     def numel(self) -> int:
@@ -302,12 +307,14 @@ class Unit:
     tensors: tuple[TensorSpec, ...]
 
 
-def _merged(name: str, hf: list[tuple[str, int]], columns: int | None, decay: bool) -> TensorSpec:
+def _merged(
+    name: str, hf: list[tuple[str, int]], columns: int | None, decay: bool, split: int | None = None
+) -> TensorSpec:
     parts, row = [], 0
     for hf_name, rows in hf:
         parts.append(Part(hf_name, row, row + rows))
         row += rows
-    return TensorSpec(name, (row,) if columns is None else (row, columns), tuple(parts), decay)
+    return TensorSpec(name, (row,) if columns is None else (row, columns), tuple(parts), decay, split)
 
 
 def block_unit(c: ModelConfig, layer: int) -> Unit:
@@ -317,16 +324,16 @@ def block_unit(c: ModelConfig, layer: int) -> Unit:
     qkv = [(f"{p}self_attn.{name}.weight", size) for name, size in rows]
     gate_up = [(f"{p}mlp.{name}.weight", c.intermediate_size) for name in ("gate_proj", "up_proj")]
     tensors = [
-        _merged("qkv", qkv, c.hidden_size, True),
-        _merged("o", [(f"{p}self_attn.o_proj.weight", c.hidden_size)], c.q_size, True),
-        _merged("gate_up", gate_up, c.hidden_size, True),
-        _merged("down", [(f"{p}mlp.down_proj.weight", c.hidden_size)], c.intermediate_size, True),
+        _merged("qkv", qkv, c.hidden_size, True, split=0),
+        _merged("o", [(f"{p}self_attn.o_proj.weight", c.hidden_size)], c.q_size, True, split=1),
+        _merged("gate_up", gate_up, c.hidden_size, True, split=0),
+        _merged("down", [(f"{p}mlp.down_proj.weight", c.hidden_size)], c.intermediate_size, True, split=1),
         _merged("attn_norm", [(f"{p}input_layernorm.weight", c.hidden_size)], None, False),
         _merged("mlp_norm", [(f"{p}post_attention_layernorm.weight", c.hidden_size)], None, False),
     ]
     if c.qkv_bias:
         bias = [(f"{p}self_attn.{name}.bias", size) for name, size in rows]
-        tensors.append(_merged("qkv_bias", bias, None, False))
+        tensors.append(_merged("qkv_bias", bias, None, False, split=0))
     if c.qk_norm:
         tensors.append(_merged("q_norm", [(f"{p}self_attn.q_norm.weight", c.head_dim)], None, False))
         tensors.append(_merged("k_norm", [(f"{p}self_attn.k_norm.weight", c.head_dim)], None, False))
@@ -337,8 +344,8 @@ def parameter_table(c: ModelConfig) -> tuple[Unit, ...]:
     """All units of the model, in the order of the forward: embedding, blocks, head (final norm, untied LM head)."""
     head = [_merged("final_norm", [("model.norm.weight", c.hidden_size)], None, False)]
     if not c.tie_word_embeddings:
-        head.insert(0, _merged("lm_head", [("lm_head.weight", c.vocab_size)], c.hidden_size, True))
-    embedding = _merged("embedding", [("model.embed_tokens.weight", c.vocab_size)], c.hidden_size, True)
+        head.insert(0, _merged("lm_head", [("lm_head.weight", c.vocab_size)], c.hidden_size, True, split=0))
+    embedding = _merged("embedding", [("model.embed_tokens.weight", c.vocab_size)], c.hidden_size, True, split=0)
     blocks = (block_unit(c, layer) for layer in range(c.num_hidden_layers))
     return (Unit("embedding", (embedding,)), *blocks, Unit("head", tuple(head)))
 

@@ -18,13 +18,18 @@ def keep_scale(threshold: int) -> float:
     return 2**16 / (2**16 - threshold)
 
 
-def dropout_ref(x_ND: torch.Tensor, p: float, rng: torch.Tensor, stream: int) -> torch.Tensor:
-    """x * keep / (1 - p), with element e = (first row + row) * D + column of x keyed as ops/rounding says.
+def dropout_ref(
+    x_ND: torch.Tensor, p: float, rng: torch.Tensor, stream: int, first_column: int = 0, num_columns: int = 0
+) -> torch.Tensor:
+    """x * keep / (1 - p), with element e = (first row + row) * num_columns + first_column + column of x keyed as
+    ops/rounding says; num_columns 0: D.
 
     rng: int64 [4], that key, and the number of x's first row among all rows of the micro-step, all ranks'.
     """
-    threshold, first = keep_threshold(p), int(rng[3]) * x_ND.shape[1]
-    keep = noise_ref(rng[:3], stream, x_ND.numel(), first).view(x_ND.shape) >= threshold
+    (rows, columns), threshold = x_ND.shape, keep_threshold(p)
+    whole = num_columns or columns
+    noise = noise_ref(rng[:3], stream, rows * whole, int(rng[3]) * whole).view(rows, whole)
+    keep = noise[:, first_column : first_column + columns] >= threshold
     return torch.where(keep, wide(x_ND) * keep_scale(threshold), 0)
 
 
@@ -35,16 +40,21 @@ def dropout(
     stream: int,
     out_ND: torch.Tensor,
     accumulate: bool = False,
+    first_column: int = 0,
+    num_columns: int = 0,
 ) -> None:
     """Overwrites out_ND, or with `accumulate` adds into it. Forward and backward are the same function of x or dx.
 
-    Rows may be strided; 0 <= p < 1. rng as in dropout_ref; on a GPU the elements before x's are a multiple of 8.
+    Rows may be strided; 0 <= p < 1; rng as in dropout_ref. `first_column` numbers x's first column among the
+    num_columns of which it is a part (0: it is the whole). On a GPU the elements before the first row are a multiple of
+    8; of a part, so are its columns, those before it and the whole's.
     """
     check_rows(x_ND, out_ND)
     if x_ND.is_cuda:
         from fullstride.kernels.dropout import dropout as kernel
 
         threshold = keep_threshold(p)
-        return kernel(x_ND, threshold, keep_scale(threshold), rng, stream, out_ND, accumulate)
-    dropped = dropout_ref(x_ND, p, rng, stream)
+        place = first_column, num_columns
+        return kernel(x_ND, threshold, keep_scale(threshold), rng, stream, out_ND, accumulate, *place)
+    dropped = dropout_ref(x_ND, p, rng, stream, first_column, num_columns)
     out_ND.copy_(wide(out_ND) + dropped if accumulate else dropped)

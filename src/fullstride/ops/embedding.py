@@ -1,4 +1,7 @@
-"""Token embedding: the forward gathers rows, the backward adds each token's gradient into its row, in a fixed order."""
+"""Token embedding: the forward gathers rows, the backward adds each token's gradient into its row, in a fixed order.
+
+Id -1 is a token whose row is elsewhere: its embedding is zeros, and its gradient is left out.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,13 @@ from fullstride.ops.rows import gather_rows
 
 def embedding_bwd_ref(dout_ND: torch.Tensor, ids_N: torch.Tensor, num_rows: int) -> torch.Tensor:
     """dtable_VD: row v is the sum of dout's rows whose id is v."""
-    dout_ND = wide(dout_ND)
+    here = ids_N >= 0
+    dout_ND, ids_N = wide(dout_ND)[here], ids_N[here]
     return dout_ND.new_zeros(num_rows, dout_ND.shape[1]).index_add_(0, ids_N, dout_ND)
 
 
 def embedding_fwd(table_VD: torch.Tensor, ids_N: torch.Tensor, out_ND: torch.Tensor) -> None:
-    """Overwrites out_ND with the rows ids_N (int32, each in [0, V)) of table_VD."""
+    """Overwrites out_ND with the rows ids_N (int32, each in [-1, V)) of table_VD."""
     gather_rows(table_VD, ids_N, out_ND)
 
 

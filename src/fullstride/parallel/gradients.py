@@ -133,6 +133,9 @@ class UnshardedGradients:
         for unit in units:
             yield unit, self._part(unit)
 
+    def written(self, unit: str) -> None:
+        """What `shards` gave of `unit` was changed: keep that."""
+
     def _part(self, unit: str) -> torch.Tensor:
         u = self._units[unit]
         return u.flat[u.part]
@@ -205,6 +208,10 @@ class ShardedGradients(UnshardedGradients):
             self._sums.fetch(following)
             if unit:
                 yield unit, self._part(unit)
+
+    def written(self, unit: str) -> None:
+        if unit in self._sums:
+            self._sums.put(unit)
 
     def _part(self, unit: str) -> torch.Tensor:
         return self._sums.get(unit) if unit in self._sums else super()._part(unit)

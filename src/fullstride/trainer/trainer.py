@@ -20,6 +20,7 @@ from fullstride.errors import ConfigError, OutOfMemory, WorkerError
 from fullstride.files import discard_partial
 from fullstride.model.lora import adapter_unit
 from fullstride.model.spec import ModelConfig, num_parameters, parameter_table
+from fullstride.model.tensor_parallel import split_config
 from fullstride.ops.cross_entropy import IGNORED
 from fullstride.trainer.arguments import Array, Batch, check_ids, check_values, plain, positive
 from fullstride.trainer.setting import DTYPES, Setting
@@ -75,7 +76,8 @@ class Trainer:
         check_sizes(config, batch_size, seq_len, self.device.type)
         self._setting = setting = Setting(self.options, batch_size, seq_len, grad_accum)
         self._lora, settings = setting.engine(config)  # raises what is wrong with it here
-        split_stages(config, self._lora, settings)  # and this too
+        split_stages(config, self._lora, settings)  # and these too
+        split_config(config, settings.tp)
         self._team = make_team(config, setting, self.world_size, self.device)
         weakref.finalize(self, self._team.end)  # when it is dropped without `stop`
 
@@ -352,7 +354,7 @@ class Trainer:
         self._check_rank(rank)
         if not self._micro_steps:
             raise ConfigError("gradients exist between step and update; call step first")
-        return self._call("gradients", rank=rank)[0]
+        return self._call("gradients", rank)[rank]
 
     def _check_rank(self, rank: int) -> int:
         if not isinstance(rank, int) or not 0 <= rank < self.world_size:

@@ -161,13 +161,14 @@ class Worker:
     def stack_info(self) -> dict[str, int]:
         return self._engine.tools.scratch.high_water()
 
-    def gradients(self) -> dict[str, torch.Tensor]:
+    def gradients(self, rank: int) -> dict[str, torch.Tensor]:
+        """Those of `rank`, on that one. A collective where ranks share tensors out."""
         state, found = self._engine.state, {}
         for unit in [unit for unit in state.units if unit.name in state.trained]:
             views = state.gradient(unit)
             for spec in unit.tensors:
                 found |= {part.hf_name: views[spec.name][part.start : part.stop] for part in spec.parts}
-        return found
+        return found if self.comm.rank == rank else {}
 
     # ---- memory
 
