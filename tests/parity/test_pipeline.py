@@ -15,7 +15,7 @@ pytestmark = pytest.mark.xdist_group("ranks")  # one worker has the processes
 
 FEATURES = {
     # the harness's model has four layers, so four stages hold one each
-    "mesh": ((2, 2), (4, 4), (4, 2)),  # ranks, of them in a pipeline
+    "mesh": ((2, 2, 1), (4, 4, 1), (4, 2, 1), (4, 2, 2)),  # ranks, of them in a pipeline, of them sharing tensors out
     "schedule": ("1f1b", "gpipe", "interleaved", "zb-h1"),
     # one: fewer than stages; with three micro-steps and five rows packed the window ends short
     "microbatches": (1, 2, 5),
@@ -30,12 +30,13 @@ FEATURES = {
 
 def is_legal(c: dict[str, Any]) -> bool:
     """As config/rules has it, and layers enough for two stages a rank; without other rows ZeRO's levels are one."""
-    ranks, pp = c["mesh"]
+    ranks, pp, tp = c["mesh"]
+    dp = ranks // (pp * tp)
     if c["schedule"] == "interleaved" and pp > 2:
         return False
-    if c["schedule"] == "zb-h1" and (c["recompute"] or (c["zero"] >= 2 and ranks > pp)):
+    if c["schedule"] == "zb-h1" and (c["recompute"] or (c["zero"] >= 2 and dp > 1) or tp > 1):
         return False
-    return ranks > pp or c["zero"] == 1
+    return dp > 1 or c["zero"] == 1
 
 
 def combinations() -> list[dict[str, Any]]:
@@ -45,10 +46,11 @@ def combinations() -> list[dict[str, Any]]:
 
 def check(combination: dict[str, Any]) -> None:
     split = {**combination}
-    ranks, pp = split.pop("mesh")
+    ranks, pp, tp = split.pop("mesh")
     method, model = split.pop("method"), split.pop("model")
-    found = run(Split(ranks=ranks, pp=pp, **split), "adamw", METHODS[method], Path(), model)
-    check_equal(found, reference("adamw", method, model))
+    optimizer = "adamw" if tp == 1 else "adamw rounded"
+    found = run(Split(ranks=ranks, pp=pp, tp=tp, **split), optimizer, METHODS[method], Path(), model)
+    check_equal(found, reference(optimizer, method, model))
 
 
 @pytest.mark.parametrize("combination", cover_pairs(combinations()), ids=name)

@@ -7,6 +7,7 @@ shapes; so a captured graph sees each new micro-batch.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
@@ -49,8 +50,7 @@ class HostBatch:
         """
         rows, seq_len = inputs.shape
         if documents is None:
-            starts = np.arange(0, rows * seq_len, seq_len, dtype=np.int32)
-            positions = np.tile(np.arange(seq_len, dtype=np.int32), rows)
+            starts, positions = _whole_rows(rows, seq_len)
         else:
             starts_row = np.ones((rows, seq_len), dtype=bool)
             np.not_equal(documents[:, 1:], documents[:, :-1], out=starts_row[:, 1:])
@@ -58,7 +58,8 @@ class HostBatch:
             lengths = np.diff(starts, append=np.int32(rows * seq_len))
             positions = np.arange(rows * seq_len, dtype=np.int32) - np.repeat(starts, lengths)
         flat = targets.reshape(-1)
-        index = np.flatnonzero(flat != IGNORED).astype(np.int32)
+        supervised = flat != IGNORED
+        index = _numbers(len(flat)) if supervised.all() else np.flatnonzero(supervised).astype(np.int32)
         return cls(
             ids=inputs.reshape(-1),
             positions=positions,
@@ -66,8 +67,24 @@ class HostBatch:
             most=max(most, len(starts)),
             packed=max(most, len(starts)) > rows,
             index=index,
-            targets=flat[index],
+            targets=flat if len(index) == len(flat) else flat[index],
         )
+
+
+@cache
+def _numbers(count: int) -> np.ndarray:
+    """0, 1, ... int32."""
+    numbers = np.arange(count, dtype=np.int32)
+    numbers.flags.writeable = False
+    return numbers
+
+
+@cache
+def _whole_rows(rows: int, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
+    """(starts, positions) of rows that are one document each."""
+    starts, positions = _numbers(rows * seq_len)[::seq_len], np.tile(_numbers(seq_len), rows)
+    positions.flags.writeable = False
+    return starts, positions
 
 
 def document_places(documents: int, rows: int, tokens: int) -> int:
