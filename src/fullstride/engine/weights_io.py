@@ -175,8 +175,8 @@ def export_adapter(engine: Engine, directory: str | Path, source: Path | None, o
         check_written(Checkpoint(new, ADAPTER_WEIGHTS), engine.state.adapter_table, written)
         if empty := [name for name, (least, most) in written.items() if engine.trained and least == most == 0]:
             raise ConfigError(
-                f"every adapter must have been trained; {len(empty)} are zero after {engine.updates} updates, the first "
-                f"is {empty[0]}; leave its projection out of lora-targets if it gets no gradient"
+                f"every adapter must have been trained; {len(empty)} are zero after {engine.updates} updates, "
+                f"the first is {empty[0]}; leave its projection out of lora-targets if it gets no gradient"
             )
         write_json(new / "adapter_config.json", peft_config(engine.lora, None if source is None else str(source)))
         copy_files(source, new, TOKENIZER_FILES)

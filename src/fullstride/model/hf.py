@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -254,7 +254,7 @@ def write_model(
             write_json(new / "generation_config.json", {"_from_model_config": True, **ids})
 
 
-def check_written(checkpoint: Checkpoint, table: Sequence[Unit], written: Mapping[str, Extremes]) -> None:
+def check_written(checkpoint: Checkpoint, table: tuple[Unit, ...], written: Mapping[str, Extremes]) -> None:
     """Read back the files of `table`'s tensors, which were just written: every one is there, with its shape, its values
     lie between the extremes of what was `written`, and all are finite.
 
@@ -271,8 +271,8 @@ def check_written(checkpoint: Checkpoint, table: Sequence[Unit], written: Mappin
             )
         if found != expected:
             raise OSError(
-                f"{checkpoint.path}: {name} reads back with values from {found[0]:g} to {found[1]:g}, but those written "
-                f"are from {expected[0]:g} to {expected[1]:g}; is the disk full or damaged?"
+                f"{checkpoint.path}: {name} reads back with values from {found[0]:g} to {found[1]:g}, but those "
+                f"written are from {expected[0]:g} to {expected[1]:g}; is the disk full or damaged?"
             )
 
 
