@@ -71,6 +71,7 @@ class Split:
     offload: bool = False
     pp: int = 1
     schedule: str = "1f1b"
+    chunks: int = 0
     microbatches: int = 1
     tp: int = 1
     sequence_parallel: bool = True
@@ -102,28 +103,34 @@ def examples() -> list[Example]:
     return rows
 
 
+def options_of(split: Split, method: dict) -> dict[str, Any]:
+    """The Trainer's options."""
+    return {
+        "dtype": "fp32",
+        "device": split.device,
+        "recompute": split.recompute,
+        "head_chunks": split.head_chunks,
+        "zero": split.zero,
+        "grad_reduce": "all-to-all" if split.all_to_all else "reduce-scatter",
+        "gather_by": "copy" if split.gather_by_copy else "nccl",
+        "send_by": "copy" if split.send_by_copy else "nccl",
+        "offload": ("grads",) if split.offload else (),
+        "dp": split.dp,
+        "pp": split.pp,
+        "tp": split.tp,
+        "pp_schedule": split.schedule,
+        "pp_chunks": split.chunks,
+        "microbatches": split.microbatches if split.pp > 1 else 0,
+        "seed": 3,
+        **method,
+    }
+
+
 def make_trainer(
     split: Split, method: dict, batch_size: int, model: str = "tied", comm: Communicator | None = None
 ) -> Trainer | RankTrainer:
     """batch_size: of one rank. comm: of this process, where there are several ranks."""
-    options = Options(
-        dtype="fp32",
-        device=split.device,
-        recompute=split.recompute,
-        head_chunks=split.head_chunks,
-        zero=split.zero,
-        grad_reduce="all-to-all" if split.all_to_all else "reduce-scatter",
-        gather_by="copy" if split.gather_by_copy else "nccl",
-        send_by="copy" if split.send_by_copy else "nccl",
-        offload=("grads",) if split.offload else (),
-        dp=split.dp,
-        pp=split.pp,
-        tp=split.tp,
-        pp_schedule=split.schedule,
-        microbatches=split.microbatches if split.pp > 1 else 0,
-        seed=3,
-        **method,
-    )
+    options = Options(**options_of(split, method))
     sizes = {"batch_size": batch_size, "seq_len": SEQ_LEN, "grad_accum": split.accumulation}
     if comm is None:
         trainer = Trainer(EVERY_MODEL[model], options, **sizes)

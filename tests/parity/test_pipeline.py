@@ -82,6 +82,13 @@ def test_dropout_is_that_of_one_process(mesh: tuple[int, int]) -> None:
     assert abs(expected.loss[-1] - reference("adamw", "lora", "tied").loss[-1]) > 1e-3  # it is at work
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_sums_in_host_memory_of_layers_that_lie_apart(method: str) -> None:
+    """A rank of an interleaved pipeline has layers 0 and 2, say, which take turns in two buffers all the same."""
+    split = Split(ranks=2, pp=2, schedule="interleaved", zero=2, offload=True, microbatches=2)
+    check_equal(run(split, "adamw", METHODS[method], Path()), reference("adamw", method, "tied"))
+
+
 def test_schedules_give_the_same_bits() -> None:
     """They differ in when, not in what: sums are over micro-batches in order."""
     traces = [

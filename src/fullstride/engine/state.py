@@ -135,6 +135,13 @@ class State:
 
     # ---- allocation
 
+    def _turn(self, unit: str) -> str:
+        """This rank's blocks, which may lie apart, take turns in two buffers, their adapters too; "" for what is not a
+        block."""
+        kind, _, rest = unit.partition(".")
+        number, _, adapter = rest.partition(".")
+        return f"{adapter or 'block'} {self.layers.index(int(number)) % 2}" if kind == "blocks" else ""
+
     def _owned(self, unit: str) -> slice:
         return self._maps[unit].owned(self.owners.rank)
 
@@ -158,7 +165,7 @@ class State:
         transport, dtype = make_transport(self.owners, self._sharing.gather_by_copy), self._precision.param
         held = {name: self._arena.zeros(segments[name], (sizes[name],), dtype, transport.zeros) for name in names}
         # an untied embedding is done with before the head is wanted
-        slots = {name: _turn(name) or ("ends" if not self.tied else name) for name in names}
+        slots = {name: self._turn(name) or ("ends" if not self.tied else name) for name in names}
         flats = self._shared_buffers("gathered", slots, self._precision.param) if gathered else held
         units = {}
         for name, flat in flats.items():
@@ -185,12 +192,12 @@ class State:
         apart, offload = dtype != param, self._sharing.offload
         assert self._sharing.zero >= 2 or self._comm.size == 1 or not (apart or offload)
         sharded = apart or offload or self._sharing.zero >= 2
-        slots = {name: (_turn(name) if sharded else "") or name for name in self.trained}
+        slots = {name: (self._turn(name) if sharded else "") or name for name in self.trained}
         flats = self._shared_buffers("gradients", slots, param)
         units = {name: GradientUnit(flat, *self._gradient(name, flat)) for name, flat in flats.items()}
         if not sharded:
             return UnshardedGradients(units, self._comm)
-        blocks = frozenset(name for name in self.trained if _turn(name))
+        blocks = frozenset(name for name in self.trained if self._turn(name))
         summed = [name for name in self.trained if apart or name in blocks]
         given = units, self._comm, self._make_sums(summed, dtype), blocks, self._rng
         indices = {name: unit.index for name, unit in self.trained.items()}
@@ -203,8 +210,8 @@ class State:
 
     def _make_sums(self, units: list[str], dtype: torch.dtype) -> Offloaded:
         """What does not take turns stays on the device: the buffer to bring it to would be as large as itself."""
-        away = [name for name in units if self._sharing.offload and _turn(name)]
-        slots = {name: _turn(name) if name in away else name for name in units}
+        away = [name for name in units if self._sharing.offload and self._turn(name)]
+        slots = {name: self._turn(name) if name in away else name for name in units}
         buffers = self._shared_buffers("gradients", slots, dtype, part=True)
         return Offloaded(
             buffers, {name: self._arena.host("gradients", (self._maps[name].part,), dtype) for name in away}
@@ -400,13 +407,6 @@ def _held(config: ModelConfig, layers: list[int]) -> frozenset[str]:
     if 0 in layers or (top and config.tie_word_embeddings):
         names.add("embedding")
     return frozenset(names | ({"head"} if top else set()))
-
-
-def _turn(unit: str) -> str:
-    """Blocks of even and of odd number take turns in two buffers, their adapters too; "" for what is not a block."""
-    kind, _, rest = unit.partition(".")
-    number, _, adapter = rest.partition(".")
-    return f"{adapter or 'block'} {int(number) % 2}" if kind == "blocks" else ""
 
 
 def _layout(unit: Unit, margins: dict[str, int]) -> FlatLayout:

@@ -135,6 +135,7 @@ class Engine:
             self._make_stages(stats)
         self.pipeline = Pipeline(self.schedule, self.mesh, self)
         self.updates = 0  # updates done, which with the micro-step's number keys the noise
+        self.trained = False  # by an update of this engine whose rate was not zero
         self._reset()
 
     def _make_stages(self, stats: torch.dtype) -> None:
@@ -223,7 +224,7 @@ class Engine:
             "lse_mean": lse_sum / tokens,
             "tokens": int(tokens),
         }
-        self.updates = step
+        self.updates, self.trained = step, self.trained or hyper["lr"] > 0
         self._reset()
         return result
 

@@ -17,8 +17,10 @@ from fullstride.model.hf import (
     TOKENIZER_FILES,
     Checkpoint,
     check_tensors,
+    check_written,
     compare_tensors,
     copy_files,
+    extremes,
     write_model,
 )
 from fullstride.model.lora import peft_config, read_peft_config
@@ -154,7 +156,8 @@ def export_adapter(engine: Engine, directory: str | Path, source: Path | None, o
     """Write the adapters as a PEFT directory (adapter_config.json, adapter_model.safetensors), whole or not at all.
 
     `source` is the base model's directory, if it came from one: it is named, and its tokenizer is copied. A collective:
-    the first rank writes.
+    the first rank writes, and reads back what it wrote. Raises ConfigError, which names the tensor, for an adapter that
+    is infinite or NaN, or still empty after it was trained.
     """
     if engine.lora is None:
         raise ConfigError("there is no adapter to export: the trainer has method = full; use export_model")
@@ -166,6 +169,13 @@ def export_adapter(engine: Engine, directory: str | Path, source: Path | None, o
         return
     with whole_directory(Path(directory), overwrite) as new:
         save_tensors(tensors, new / ADAPTER_WEIGHTS, {"format": "pt"})
+        written = {name: extremes(values) for name, values in tensors.items()}
+        check_written(Checkpoint(new, ADAPTER_WEIGHTS), engine.state.adapter_table, written)
+        if empty := [name for name, (least, most) in written.items() if engine.trained and least == most == 0]:
+            raise ConfigError(
+                f"every adapter must have been trained; {len(empty)} are zero after {engine.updates} updates, "
+                f"the first is {empty[0]}; leave its projection out of lora-targets if it gets no gradient"
+            )
         write_json(new / "adapter_config.json", peft_config(engine.lora, None if source is None else str(source)))
         copy_files(source, new, TOKENIZER_FILES)
 

@@ -7,6 +7,7 @@ without the weights (files, names, shapes, number types) is checked before the f
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
@@ -39,6 +40,7 @@ _PIECE = 1 << 22
 
 # (Hugging Face name, shape, number type, call that returns the tensor)
 Source = tuple[str, tuple[int, ...], torch.dtype, Callable[[], torch.Tensor]]
+Extremes = tuple[float, float]  # the least and the greatest value of a tensor
 
 
 class PartPlace(NamedTuple):
@@ -228,7 +230,8 @@ def write_model(
     `tensors` are all checkpoint tensors of `config`'s table and no others (a tied model has no LM head); each call is
     made once, in order, and its tensor is let go before the next. One tensor may exceed `max_shard_bytes`. Tokenizer
     and generation_config.json are copied from `tokenizer_from` where it has them. The directory appears whole or not at
-    all. Raises ConfigError for a directory that is not empty, unless `overwrite` replaces it.
+    all, once it has been read back. Raises ConfigError for a directory that is not empty, unless `overwrite` replaces
+    it, and as check_written does.
     """
     sources = list(tensors)
     compare_tensors({name: tuple(shape) for name, shape, _, _ in sources}, parameter_table(config), "export")
@@ -237,7 +240,8 @@ def write_model(
     if tokenizer_from is not None and not tokenizer_from.is_dir():
         raise ConfigError(f"{tokenizer_from}: no such directory to copy the tokenizer from")
     with whole_directory(Path(directory).resolve(), overwrite) as new:
-        _write_weights(new, sources, dtype, max_shard_bytes)
+        written = _write_weights(new, sources, dtype, max_shard_bytes)
+        check_written(Checkpoint(new), parameter_table(config), written)
         write_json(new / "config.json", config.to_dict(str(dtype).removeprefix("torch.")))
         copied = copy_files(tokenizer_from, new, (*TOKENIZER_FILES, "generation_config.json"))
         if "generation_config.json" not in copied:
@@ -246,7 +250,38 @@ def write_model(
             write_json(new / "generation_config.json", {"_from_model_config": True, **ids})
 
 
-def _write_weights(directory: Path, sources: list[Source], dtype: torch.dtype, max_shard_bytes: int) -> None:
+def check_written(checkpoint: Checkpoint, table: tuple[Unit, ...], written: Mapping[str, Extremes]) -> None:
+    """Read back the files of `table`'s tensors, which were just written: every one is there, with its shape, its values
+    lie between the extremes of what was `written`, and all are finite.
+
+    Raises OSError, which names the tensor, where the files are not what was written, and ConfigError for values that
+    nobody can use.
+    """
+    compare_tensors({name: checkpoint.shape(name) for name in checkpoint.names}, table, str(checkpoint.path))
+    for name, expected in written.items():
+        found = extremes(checkpoint.get(name))
+        if not all(map(math.isfinite, expected)):
+            raise ConfigError(
+                f"weights to be written must be finite; {name} has values that are infinite or NaN; "
+                "go back to a checkpoint from before"
+            )
+        if found != expected:
+            raise OSError(
+                f"{checkpoint.path}: {name} reads back with values from {found[0]:g} to {found[1]:g}, but those "
+                f"written are from {expected[0]:g} to {expected[1]:g}; is the disk full or damaged?"
+            )
+
+
+def extremes(values: torch.Tensor) -> Extremes:
+    """The least and the greatest of `values`; NaN where one is."""
+    least, most = torch.aminmax(values)
+    return least.item(), most.item()
+
+
+def _write_weights(
+    directory: Path, sources: list[Source], dtype: torch.dtype, max_shard_bytes: int
+) -> dict[str, Extremes]:
+    """Returns what the values of every tensor lie between."""
     sizes = [torch.Size(shape).numel() * dtype.itemsize for _, shape, _, _ in sources]
     shards: list[list[Source]] = [[]]
     filled = 0
@@ -257,17 +292,17 @@ def _write_weights(directory: Path, sources: list[Source], dtype: torch.dtype, m
         shards[-1].append(source)
         filled += size
     if len(shards) == 1:
-        _write_safetensors(directory / WEIGHTS, sources, dtype)
-        return
-    weight_map = {}
+        return _write_safetensors(directory / WEIGHTS, sources, dtype)
+    weight_map, written = {}, {}
     for number, shard in enumerate(shards, 1):
         file = directory / f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        _write_safetensors(file, shard, dtype)
+        written |= _write_safetensors(file, shard, dtype)
         weight_map.update({name: file.name for name, *_ in shard})
     write_json(directory / INDEX, {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map})
+    return written
 
 
-def _write_safetensors(file: Path, sources: list[Source], dtype: torch.dtype) -> None:
+def _write_safetensors(file: Path, sources: list[Source], dtype: torch.dtype) -> dict[str, Extremes]:
     """One safetensors file: header length (8 bytes, little-endian), JSON header padded to 8, the tensors' bytes.
 
     The library's own writer takes all tensors at once; this one takes them one by one.
@@ -282,17 +317,20 @@ def _write_safetensors(file: Path, sources: list[Source], dtype: torch.dtype) ->
     with file.open("wb") as out:
         out.write(len(text).to_bytes(8, "little"))
         out.write(text)
-        for source in sources:
-            _write_tensor(out, source, dtype)
+        return {source[0]: _write_tensor(out, source, dtype) for source in sources}
 
 
-def _write_tensor(out: BinaryIO, source: Source, dtype: torch.dtype) -> None:
+def _write_tensor(out: BinaryIO, source: Source, dtype: torch.dtype) -> Extremes:
     # a function of its own, so that nothing of this tensor (a piece is a view of it) is left when the next is made
     name, shape, source_dtype, load = source
     tensor = load()
     assert tuple(tensor.shape) == tuple(shape) and tensor.dtype == source_dtype, name
+    found = []
     for piece in tensor.detach().reshape(-1).split(_PIECE):
-        out.write(piece.to(device="cpu", dtype=dtype).view(torch.uint8).numpy().data)
+        plain = piece.to(device="cpu", dtype=dtype)
+        out.write(plain.view(torch.uint8).numpy().data)
+        found += extremes(plain)
+    return extremes(torch.tensor(found, dtype=torch.float64))
 
 
 def copy_files(source: Path | None, target: Path, names: Iterable[str]) -> set[str]:
