@@ -24,10 +24,9 @@ from fullstride.model.presets import preset
 from fullstride.model.spec import ModelConfig, parameter_table
 from fullstride.model.tensor_parallel import shares, split_config
 from fullstride.parallel.comm import Communicator
-from fullstride.parallel.rendezvous import join, serve
 from fullstride.trainer.setting import Setting
 from tests.oracle import distance, in_float64, loss_sum, make_model, random_batch
-from tests.parity.harness import CONFIG, LORA, MODELS, replicas_agree, same_start_everywhere
+from tests.parity.harness import CONFIG, LORA, MODELS, replicas_agree
 from tests.ranks import RankTrainer, together
 
 pytestmark = pytest.mark.xdist_group("ranks")  # one worker has the processes
@@ -366,46 +365,3 @@ def test_rows_that_tp_does_not_divide_stay_whole() -> None:
         assert engine.tools.tp.sequence == shared
         kept = engine.stages[0].slots[0].saved[0]
         assert len(kept["x"]) == (5 if shared else 9) and len(kept["qkv"]) == seq_len
-
-
-# ---- on GPUs
-
-
-def on_gpu(comm: Communicator, method: dict[str, Any], sequence_parallel: bool, device: str) -> Any:
-    """(losses, weights) of four updates: graphs are replayed from the third micro-step on."""
-    place, column = torch.device(device, comm.rank) if device == "cuda" else torch.device(device), comm
-    if comm.size > 1:
-        store = serve() if comm.rank == 0 else None
-        port = comm.gather(None if store is None else store.port)[0]
-        column = join(port, comm.rank, comm.size, place)
-    given = Options(device=device, dtype="fp32", deterministic=True, **method).resolved()
-    lora, settings = Setting(given, 4, 64, 3).engine(LARGER)
-    settings = replace(settings, sequence_parallel=sequence_parallel, tp=comm.size)
-    engine, losses = Engine(LARGER, lora, settings, place, column), []
-    weights_io.init_weights(engine, 1)
-    same_start_everywhere(engine)
-    for update in range(1, 5):
-        for micro_step in range(3):
-            generator = np.random.default_rng(3 * update + micro_step)
-            inputs, targets = generator.integers(0, LARGER.vocab_size, (2, 4, 64), dtype=np.int32)
-            targets[generator.random(targets.shape) < 0.35] = -100
-            engine.micro_step([HostBatch.of(inputs, targets, None)], 1e-3)
-        losses.append(engine.update(step=update, **HYPER)["loss"])
-    replicas_agree(engine)
-    found = values(engine.state)
-    del engine  # its graphs have captured collectives
-    if comm.size > 1:
-        column.close()
-    return losses, found
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("method", [{}, {**LORA, "lora_dropout": 0.2}], ids=["full", "lora"])
-def test_two_gpus_are_one_process(method: dict[str, Any], sequence_parallel: bool) -> None:
-    """With NCCL and graphs, beside a CPU: another exponential too."""
-    (losses, found), _ = together(2, on_gpu, method, sequence_parallel, "cuda")
-    expected, weights = on_gpu(Communicator(), method, False, "cpu")
-    assert losses == pytest.approx(expected, rel=5e-5)
-    assert max(distance(found[name], weights[name]) for name in weights) < 5e-5

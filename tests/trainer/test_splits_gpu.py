@@ -1,4 +1,4 @@
-"""Pipelines on several GPUs (NCCL): as one GPU, with graphs, in every schedule; and when a stage ends."""
+"""Pipelines and shared tensors on several GPUs (NCCL): as one GPU, with graphs; and when a stage ends."""
 
 from __future__ import annotations
 
@@ -28,14 +28,18 @@ def make(gpus: int, **options: Any) -> Trainer:
     return trainer
 
 
+SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1")
+SPLITS: list[dict[str, Any]] = [{"pp": 2, "pp_schedule": schedule} for schedule in SCHEDULES]
+
+
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "zb-h1"])
-def test_two_gpus_equal_one(schedule: str, packed: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("split", [*SPLITS, {"tp": 2}], ids=str)
+def test_two_gpus_equal_one(split: dict[str, Any], packed: bool, tmp_path: Path) -> None:
     """Enough updates for graphs to be captured and replayed; evaluations in between, a short window at the end."""
     updates = 8 if packed else 6
     with make(1) as trainer:
         expected, expected_weights = train(trainer, updates, packed), weights(trainer, tmp_path / "one")
-    with make(2, pp=2, pp_schedule=schedule) as trainer:
+    with make(2, **split) as trainer:
         told, found = train(trainer, updates, packed), weights(trainer, tmp_path / "two")
     for a, b in zip(told, expected, strict=True):
         assert a == pytest.approx(b, rel=TOLERANCE)
@@ -43,11 +47,12 @@ def test_two_gpus_equal_one(schedule: str, packed: bool, tmp_path: Path) -> None
     assert not workers()
 
 
+@pytest.mark.parametrize("split", [{"pp": 2}, {"tp": 2}], ids=str)
 @pytest.mark.parametrize("method", ["full", "lora"])
-def test_graphs_give_the_bits_of_eager_runs_in_bf16(method: str) -> None:
+def test_graphs_give_the_bits_of_eager_runs_in_bf16(method: str, split: dict[str, Any]) -> None:
     found = []
     for graphs in (True, False):
-        with make(2, dtype="bf16", pp=2, graphs=graphs, method=method) as trainer:
+        with make(2, dtype="bf16", graphs=graphs, method=method, **split) as trainer:
             found.append(train(trainer, 6))
     assert found[0] == found[1]
 
