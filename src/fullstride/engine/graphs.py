@@ -25,9 +25,8 @@ class Graphs:
     otherwise belongs into the key. They run on one stream, and what a piece returns stays alive with it: tensors that a
     library made in one piece may be read by another.
 
-    Graphs of one pool share memory: what is temporary in one may be where a later one's result is. So they have to run
-    in the order of their capture while a result is still to be read, and what is under way at the same time, such as
-    several micro-batches, needs a `pool` each.
+    Graphs of one pool share memory: what is temporary in one may be where the result of one that was captured later is.
+    So a piece whose result is read after other pieces have run needs a `pool` in which none of those is.
     """
 
     def __init__(self, enabled: bool) -> None:

@@ -122,9 +122,9 @@ def library_bytes(engine: Engine, device: str, documents: int, shapes: int) -> i
         layers = sum(len(stage.layers) * len(stage.slots) for stage in engine.stages.values())
     if device == "cpu":
         return layers * kept + scratch + reference_bytes(engine)
-    # graphs keep what attention returned for as long as they live, a set for every shape; those of a slot share the
-    # other memory of their pool, beside which evaluations and first runs, which are no graphs, have their own
-    pools = 1 + (sum(len(stage.slots) for stage in engine.stages.values()) if s.graphs else 0)
+    # graphs keep what attention returned for as long as they live, a set for every shape; backwards share the memory of
+    # one pool, beside which evaluations and first runs, which are no graphs, have their own
+    pools = 2 if s.graphs else 1
     sets = shapes if s.graphs else 1
     return sets * layers * kept + pools * scratch + SORTED_TOKEN * s.rows * s.seq_len + WORKSPACE_BYTES + ON_A_GPU
 

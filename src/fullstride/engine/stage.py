@@ -11,7 +11,7 @@ piece of work depends on besides the slot's buffers is in the key of its graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -159,13 +159,13 @@ class Stage:
 
     def forward(self, slot: Slot) -> None:
         """From the slot's input, or tokens, to its output."""
-        kept = self._run("forward", slot, lambda: self._forward_piece(slot))
+        # nothing else runs in this pool until the backward has read what attention keeps
+        kept = self._run("forward", slot, lambda: self._forward_piece(slot), pool=(self.layers, slot.index))
         for s, attention in zip(slot.saved, kept, strict=True):
             s.attention = attention
 
-    def _run(self, name: str, slot: Slot, work: Callable[[], Any], *variant: object) -> Any:
-        key = name, self.layers, slot.index, *variant, slot.shape
-        return self._tools.graphs.run(key, work, pool=(self.layers, slot.index))
+    def _run(self, name: str, slot: Slot, work: Callable[[], Any], *variant: object, pool: Hashable = None) -> Any:
+        return self._tools.graphs.run((name, self.layers, slot.index, *variant, slot.shape), work, pool)
 
     def _forward_piece(self, slot: Slot) -> list[tuple[torch.Tensor, ...]]:
         """Returns what attention keeps, a layer each."""
@@ -244,7 +244,7 @@ class Stage:
             def work(i: int = i, accumulate: bool = accumulate) -> None:
                 self._chunk(slot, i, accumulate)
 
-            tools.graphs.run(("head", slot.index, i, accumulate), work, pool=(self.layers, slot.index))
+            tools.graphs.run(("head", slot.index, i, accumulate), work)
 
     def _head_begin_piece(self, slot: Slot) -> None:
         weights = self._tools.state.weights
