@@ -4,6 +4,7 @@
     python examples/custom_loop.py --device cpu --gpus 2 --out runs/two        # the same over two CPU workers
     python examples/custom_loop.py --device cpu --out runs/two --steps 90      # goes on after its 60 updates, on one
     python examples/custom_loop.py --model MODEL_DIR --gpus 4 --out runs/mine
+    torchrun --nproc-per-node 2 examples/custom_loop.py --device cpu --out runs/three
 
 There is no `if __name__ == "__main__":`, and none is needed: the ranks' processes import fullstride, never this file.
 So it also runs from stdin (`python - --gpus 2 < examples/custom_loop.py`). On a GPU, trainer.gpu_info needs the package
@@ -86,7 +87,8 @@ with fs.Trainer(config, options, **sizes) as trainer:  # starts a process a rank
     checkpoints, done = args.out / "checkpoints", 0
     if (checkpoints / "latest").exists():
         done = trainer.load_checkpoint(checkpoints)["updates"]  # on any number of ranks
-        print(f"resumed after update {done} of {args.steps}")
+        if trainer.leads:
+            print(f"resumed after update {done} of {args.steps}")
     elif pretrained:
         trainer.import_weights(args.model)
     else:
@@ -107,13 +109,14 @@ with fs.Trainer(config, options, **sizes) as trainer:  # starts a process a rank
             row["eval_loss"] = trainer.validate(*load(VALIDATION))["loss"]
             trainer.save_checkpoint(checkpoints, step, extra={"updates": step})
             peak = trainer.peak_memory() / 1e9  # of the rank that had most, since the last time
-            print(
-                f"{step}: loss {told['loss']:.4f}, held out {row['eval_loss']:.4f}, {rate:,.0f} tokens/s, {peak:.2f} GB"
-            )
-            for rank, info in enumerate(trainer.gpu_info()):
-                print(f"    rank {rank}: {describe(info)}")
+            ranks = [f"    rank {rank}: {describe(info)}" for rank, info in enumerate(trainer.gpu_info())]
+            if trainer.leads:
+                losses = f"loss {told['loss']:.4f}, held out {row['eval_loss']:.4f}"
+                print(f"{step}: {losses}, {rate:,.0f} tokens/s, {peak:.2f} GB", *ranks, sep="\n")
             begin = time.perf_counter()
-        with (args.out / "losses.jsonl").open("a") as file:  # after a crash, what followed the checkpoint comes again
-            file.write(json.dumps(row) + "\n")
+        if trainer.leads:
+            with (args.out / "losses.jsonl").open("a") as file:  # after a crash, rows since the checkpoint come again
+                file.write(json.dumps(row) + "\n")
     trainer.export_model(args.out / "model", overwrite=True)
-print(f"model: {args.out / 'model'}")
+if trainer.leads:
+    print(f"model: {args.out / 'model'}")

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import glob
 import json
 import os
+import re
+import secrets
 import shutil
+import socket
+import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,60 +22,117 @@ from safetensors.torch import save_file
 
 from fullstride.errors import ConfigError
 
+PARTIAL, REPLACED = "partial", "replaced"  # endings of names beside what they become, or were
+MACHINE = f"{zlib.crc32(socket.gethostname().encode()):08x}"
+
 
 @contextmanager
 def whole_directory(directory: Path, overwrite: bool = False) -> Iterator[Path]:
     """A new directory beside `directory`, renamed to it at the end, or removed on any error.
 
+    Its name is this call's alone: of several that write one directory at a time, each is whole, and the last stays.
     Raises ConfigError when `directory` is a file, or not empty and not to be overwritten.
     """
     if directory.exists() and not directory.is_dir():
         raise ConfigError(f"{directory} is a file; choose another directory")
     if directory.is_dir() and any(directory.iterdir()) and not overwrite:
         raise ConfigError(f"{directory} is not empty; choose another directory or remove it first")
-    new, old = partial(directory), replaced(directory)
-    if new.exists():  # left by a process that was killed
-        shutil.rmtree(new)
+    for left in _left_behind(directory, PARTIAL):
+        _remove(left)
+    new = _beside(directory, PARTIAL)
     new.mkdir(parents=True)
     try:
         yield new
-        if directory.exists():
-            if old.exists():
-                shutil.rmtree(old)
-            directory.rename(old)
-        new.rename(directory)
+        _put(new, directory, overwrite)
     except BaseException:
         shutil.rmtree(new, ignore_errors=True)
-        if old.exists() and not directory.exists():
-            old.rename(directory)
         raise
-    if old.exists():
-        shutil.rmtree(old)
 
 
-def partial(directory: Path) -> Path:
-    """Where whole_directory makes the new contents of `directory`."""
-    return directory.with_name(f".{directory.name}.partial")
+def _put(new: Path, directory: Path, overwrite: bool) -> None:
+    """Rename `new` to `directory`; what stands there, perhaps since a moment, is moved aside, and then removed."""
+    aside: list[Path] = []
+    try:
+        while True:
+            try:
+                new.rename(directory)
+                break
+            except OSError as error:  # ENOTDIR: a symbolic link, which is replaced, not what it points to
+                taken = error.errno in (errno.ENOTEMPTY, errno.EEXIST) or directory.is_symlink()
+                if not (taken and overwrite):
+                    raise
+            with suppress(FileNotFoundError):  # another process has moved it
+                aside.append(directory.rename(_beside(directory, REPLACED)))
+    except BaseException:
+        if aside and not directory.exists():
+            aside[-1].rename(directory)
+        raise
+    for old in (*aside, *_left_behind(directory, REPLACED)):
+        _remove(old)
 
 
 def discard_partial(directory: Path) -> None:
-    """Remove what a process that was killed in whole_directory left of `directory`, and keep the old contents."""
-    shutil.rmtree(partial(directory), ignore_errors=True)
-    if replaced(directory).exists() and not directory.exists():
-        replaced(directory).rename(directory)
+    """Remove what processes that were killed in whole_directory left of `directory`, and keep the old contents."""
+    for left in _left_behind(directory, PARTIAL):
+        _remove(left)
+    for old in _left_behind(directory, REPLACED):
+        if directory.exists():
+            _remove(old)
+        else:
+            with suppress(OSError):  # another process does the same
+                old.rename(directory)
 
 
-def replaced(directory: Path) -> Path:
-    """Where the old contents of `directory` stand while whole_directory puts new ones in their place."""
-    return directory.with_name(f".{directory.name}.replaced")
+def replaced(directory: Path) -> list[Path]:
+    """Where old contents of `directory` stand while whole_directory puts new ones in their place."""
+    return sorted(directory.parent.glob(f".{glob.escape(directory.name)}.*{REPLACED}"))
+
+
+def _beside(path: Path, ending: str) -> Path:
+    """A hidden name that nobody else has, and that says whose it is: machine and process."""
+    return path.with_name(f".{path.name}.{MACHINE}-{os.getpid()}-{secrets.token_hex(4)}.{ending}")
+
+
+def _left_behind(path: Path, ending: str) -> list[Path]:
+    """What has such a name, or one without an owner, and no process any more that would rename or remove it."""
+    found = path.parent.glob(f".{glob.escape(path.name)}.*{ending}")
+    return [file for file in found if not _has_owner(file.name)]
+
+
+def _has_owner(name: str) -> bool:
+    owner = re.search(r"\.([0-9a-f]{8})-([0-9]+)-[0-9a-f]{8}\.[a-z]+$", name)
+    if owner is None:
+        return False
+    try:
+        if owner[1] == MACHINE:  # another machine's processes cannot be seen
+            os.kill(int(owner[2]), 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's
+        return True
+    return True
+
+
+def _remove(path: Path) -> None:
+    """Others may do the same at this moment."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def replace_text(file: Path, text: str) -> None:
     """Write `text` beside `file`, then rename: a reader sees the old text or the new, never a part."""
-    beside = file.with_name(f".{file.name}.partial")
-    beside.write_text(text, encoding="utf-8")
-    sync(beside)
-    beside.replace(file)
+    for left in _left_behind(file, PARTIAL):
+        _remove(left)
+    beside = _beside(file, PARTIAL)
+    try:
+        beside.write_text(text, encoding="utf-8")
+        sync(beside)
+        beside.replace(file)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
     sync(file.parent)
 
 

@@ -513,7 +513,7 @@ def test_arguments_of_the_wrong_kind_are_named(tmp_path: Path) -> None:
     trainer.update(lr=0.0)
     with pytest.raises(ConfigError, match=r"dtype must be one of fp32, bf16, got 'fp16'"):
         trainer.export_model(tmp_path / "model", dtype="fp16")
-    with pytest.raises(ConfigError, match="cannot be negative"):
+    with pytest.raises(ConfigError, match="step must be an integer of at least 0 below"):
         trainer.save_checkpoint(tmp_path, -1)
     for config, options in (("path", None), (CONFIG, {})):
         with pytest.raises(ConfigError, match=r"takes a ModelConfig and Options"):

@@ -28,8 +28,8 @@ from safetensors.torch import load_file
 
 from fullstride import ConfigError, ModelConfig, Options, OutOfMemory, Trainer, UsageError, WorkerError
 from fullstride.engine.plan import predict
+from fullstride.trainer.ranks import find_ranks
 from fullstride.trainer.setting import Setting
-from fullstride.trainer.team import find_ranks
 from fullstride.trainer.telemetry import FIELDS
 from tests.trainer.test_trainer import CONFIG, batch
 

@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Self
 
 from fullstride.config.keys import check_fields, dashed, key
-from fullstride.config.rules import check_rules
+from fullstride.config.rules import check_decay, check_rules
 from fullstride.errors import ConfigError, UsageError
 
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -256,11 +256,7 @@ class FinetuneConfig(CommandOptions):
             object.__setattr__(self, "epochs", 3)
         if self.warmup >= 1 and self.warmup != int(self.warmup):
             raise UsageError(f"warmup must be a whole number of updates, or a fraction below 1, got {self.warmup}")
-        if self.rate * self.weight_decay > 1:
-            raise UsageError(
-                "lr times weight-decay, which an update takes off a weight, must be at most 1, "
-                f"got {self.rate:g} times {self.weight_decay:g}; lower one of them"
-            )
+        check_decay(self.rate, self.weight_decay)
         if isinstance(self.resume, str) and self.resume not in ("auto", "never"):
             raise UsageError(f"resume must be auto, never or a step, got {self.resume!r}")
         if isinstance(self.resume, int) and self.resume < 1:

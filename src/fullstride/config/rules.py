@@ -113,3 +113,12 @@ def check_rules(options: Options, gpus: int) -> None:
     for rule in RULES:
         if rule.broken(options, ranks):
             raise UsageError(rule.told.format(o=options, ranks=ranks))
+
+
+def check_decay(lr: float, weight_decay: float) -> None:
+    """Raise UsageError where an update would turn weights round."""
+    if lr * weight_decay > 1:
+        raise UsageError(
+            "lr times weight-decay, which an update takes off a weight, must be at most 1, "
+            f"got {lr:g} times {weight_decay:g}; lower one of them"
+        )

@@ -5,13 +5,15 @@
     DIRECTORY/latest                             a text file with the newest folder's name
 
 Every rank writes an equal part of the state and reads what it holds, so the numbers of ranks may differ. A folder is
-written beside, then renamed; `latest` is replaced last. So whatever happens, `latest` names a whole one, after a loss
+written beside, then renamed; `latest` is replaced last. Several trainers may save in one directory, even the same step:
+each folder is one trainer's, the last one's. So whatever happens, `latest` names a whole one, after a loss
 of power too: what a name stands for is on the disk before the name is.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -24,11 +26,13 @@ import torch
 
 from fullstride.engine.step import Engine
 from fullstride.errors import ConfigError
-from fullstride.files import partial, replace_text, replaced, sync, whole_directory, write_json
+from fullstride.files import replace_text, replaced, sync, whole_directory, write_json
 from fullstride.parallel.shards import Part
 
 LATEST, STATE = "latest", "state.json"
 LOOK_EVERY = 0.05  # seconds, for other ranks' files
+STEP_BITS = 62  # a step is below 2**62, where the one after it and its noise have room in int64
+DEEPEST = 100  # levels of lists and dicts in `extra`, far from what Python's stack holds
 
 Files = dict[str, int]  # bytes by name
 
@@ -41,17 +45,33 @@ def _identity(engine: Engine) -> dict[str, Any]:
     return json.loads(json.dumps({"model": config, "lora": lora, "precision": precision}))
 
 
-def check_extra(extra: dict[str, Any]) -> None:
-    """Raise ConfigError for what a checkpoint cannot keep."""
+def plain_extra(extra: dict[str, Any]) -> dict[str, Any]:
+    """`extra` as it comes back: in JSON's own types. Raises ConfigError for what a checkpoint cannot keep."""
+    rule = "extra must be a dict of what JSON can hold: dict, list, str, numbers, bool, None"
+    if not isinstance(extra, dict):
+        raise ConfigError(f"{rule}; got {type(extra).__name__}")
     try:
-        json.dumps(extra)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"extra must hold what JSON can: dict, list, str, numbers, bool, None ({error})") from None
+        text = json.dumps(extra, ensure_ascii=False)
+        text.encode()  # a surrogate by itself cannot be written
+        plain = json.loads(text)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{rule} ({error})") from None
+    values, levels = [plain], 0
+    while values := [v for value in values for v in (value.values() if isinstance(value, dict) else value)]:
+        values, levels = [value for value in values if isinstance(value, dict | list)], levels + 1
+        if levels > DEEPEST:
+            raise ConfigError(f"extra is more than {DEEPEST} levels deep; keep less nested values in it")
+    return plain
 
 
 def checkpoint_name(step: int) -> str:
     """Name of the folder of `step`."""
     return f"step_{step:08d}"
+
+
+def step_of(folder: Path) -> int:
+    """The step of what find_checkpoint has found, which may stand under another name."""
+    return int(folder.name.lstrip(".").split(".")[0].removeprefix("step_"))
 
 
 def steps(directory: str | Path) -> list[int]:
@@ -68,8 +88,6 @@ def save_checkpoint(
     A collective. What the disk or the directory refuses is raised on the first rank only, which speaks for all, as
     OSError or ConfigError. background: return when the state is copied to the host; a thread writes, until `finish`.
     """
-    if step < 0:
-        raise ConfigError(f"step counts updates and cannot be negative, got {step}")
     record = {"step": step, **_identity(engine), "extra": extra}
     saving = Saving(engine, Path(directory), record)
     if not saving.begin():
@@ -86,28 +104,31 @@ class Saving:
     def __init__(self, engine: Engine, directory: Path, record: dict[str, Any]) -> None:
         state, self._comm, self._directory, self._record = engine.state, engine.comm, directory, record
         self._folder = directory / checkpoint_name(record["step"])
-        self._new = partial(self._folder)
+        self._new = self._folder  # until it is written: another, that `begin` makes
         # of a tied embedding that is in two stages the first one's
         self._parts = {u: engine.state.share(u) for u in state.trained if engine.holder(u) == engine.mesh.pp.rank}
         self._units = [unit.name for unit in state.adapter_table or state.base_table]
         self._end = ExitStack()  # on the first rank: the new folder is renamed, or on an error removed
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._untold: list[str | None] = [None] * self._comm.size  # why a rank could write nothing, its note neither
 
     def begin(self) -> bool:
         """Make the new folder; False where the first rank could not, which raises why. A collective."""
-        error = None
+        error = name = None
         with ExitStack() as stack:
             try:
                 if not self._comm.rank:
-                    stack.enter_context(whole_directory(self._folder, overwrite=True))
+                    name = stack.enter_context(whole_directory(self._folder, overwrite=True)).name
             except (ConfigError, OSError) as refused:
                 error = refused
-            made = self._comm.gather(error is None)[0]
+            name = self._comm.gather(name)[0]
             self._end = stack.pop_all()
         if error is not None:
             raise error
-        return made
+        if name is not None:
+            self._new = self._folder.with_name(name)
+        return name is not None
 
     def write(self, gather: Callable[[Files | OSError], list[Files | OSError]]) -> None:
         """Write this rank's parts and, on the first rank, complete the checkpoint. gather: every rank's files, by rank,
@@ -177,6 +198,8 @@ class Saving:
         found = [own]
         for rank in range(1, self._comm.size):
             while not self._note(rank).is_file():
+                if why := self._untold[rank]:
+                    raise OSError(f"{self._new}: rank {rank} could not write: {why}")
                 self._comm.check()
                 time.sleep(LOOK_EVERY)
             told = json.loads(self._note(rank).read_text(encoding="utf-8"))
@@ -188,23 +211,29 @@ class Saving:
         return self._new / f"rank-{rank:05d}.json"
 
     def finish(self) -> None:
-        """Return when this rank's thread is done; raises what it met, the first rank also what others met."""
+        """Return when the threads are done. A collective: what the disk refuses any rank is raised on the first."""
         assert self._thread is not None
+        if self._comm.rank:
+            self._thread.join()
+        # where the disk took no note of a rank's either, the first one's thread still waits for it
+        refused = self._comm.rank and isinstance(self._error, OSError)
+        self._untold = self._comm.gather(str(self._error) if refused else None)
         self._thread.join()
-        if self._error is not None:
+        if self._error is not None and not refused:
             raise self._error
 
 
 def find_checkpoint(directory: str | Path, step: int | str = LATEST) -> Path:
     """The folder of `step` (a number or "latest"). Raises ConfigError, naming those that exist, when there is none."""
     directory = Path(directory)
-    name = checkpoint_name(step) if isinstance(step, int) else None
+    assert not isinstance(step, str) or step == LATEST, step
+    name = None if isinstance(step, str) else checkpoint_name(step)
     if name is None and (directory / LATEST).is_file():
         name = (directory / LATEST).read_bytes().decode("utf-8", "replace").strip()
-        if Path(name).name != name:
-            raise ConfigError(f"{directory / LATEST}: damaged, it names {name!r}; name a step to resume from")
+        if not re.fullmatch("step_[0-9]{8,19}", name):
+            raise ConfigError(f"{directory / LATEST}: damaged, it names {name[:40]!r}; name a step to resume from")
     # a folder that was being replaced when the process was killed stands under its other name
-    for folder in () if name is None else (directory / name, replaced(directory / name)):
+    for folder in () if name is None else (directory / name, *replaced(directory / name)):
         if (folder / STATE).is_file():
             return folder
     found = ", ".join(map(checkpoint_name, steps(directory)))
@@ -216,11 +245,16 @@ def read_record(directory: str | Path, step: int | str = LATEST) -> tuple[dict[s
     file = find_checkpoint(directory, step) / STATE
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
-        int(record["step"])
+        if (
+            not isinstance(record["step"], int)
+            or not 0 <= record["step"] < 2**STEP_BITS
+            or isinstance(record["step"], bool)
+        ):
+            raise ValueError("step")
         if not all(Path(name).name == name and isinstance(size, int) for name, size in record["files"].items()):
             raise ValueError("files")
-        return record, record["extra"]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return record, plain_extra(record["extra"])
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{file}: damaged ({error!r}); resume from another step") from None
 
 
@@ -248,5 +282,5 @@ def load_checkpoint(engine: Engine, directory: str | Path, step: int | str = LAT
             saved.read({unit: parts})
             state.restore(unit, parts)
         engine.parts_written()
-    engine.start_from(int(record["step"]))
+    engine.start_from(record["step"])
     return extra

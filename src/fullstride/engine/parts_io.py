@@ -158,7 +158,10 @@ def _check_file(file: Path, size: int) -> None:
     if (found := file.stat().st_size) != size:
         raise ConfigError(f"{file}: {found} bytes, but {size} were written; {REMEDY}")
     try:
+        file.open("rb").close()  # which says why where it cannot be; safe_open would say that it is not there
         with safe_open(file, framework="pt"):
             pass
-    except (SafetensorError, OSError) as error:
+    except SafetensorError as error:
         raise ConfigError(f"{file}: damaged ({error}); {REMEDY}") from None
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read ({error.strerror or error}); {REMEDY}") from None

@@ -233,11 +233,14 @@ class Communicator:
     @contextmanager
     def agreed(self) -> Iterator[None]:
         """For checks that come before collectives: it ends when all ranks have made theirs. Where one's checks raise,
-        that one raises the same, and those that found nothing raise RuntimeError, and do not go on alone."""
+        that one raises the same (ConfigError for a file that cannot be read), and those that found nothing raise
+        RuntimeError, and do not go on alone."""
         try:
             yield
         except Exception as error:
             self.gather(str(error))
+            if isinstance(error, OSError | RecursionError):  # JSON may be nested without end
+                raise ConfigError(f"cannot be read: {error}; mend it, or choose another") from error
             raise
         told = [f"rank {rank}: {error}" for rank, error in enumerate(self.gather(None)) if error is not None]
         if told:

@@ -14,6 +14,7 @@ waits of all.
 from __future__ import annotations
 
 import atexit
+import os
 import pickle
 import sys
 import threading
@@ -70,6 +71,7 @@ class Presence:
         self._failure: Failure | None = None
         self._cut_off = False  # from the store
         self._turning = threading.Lock()  # to another meeting
+        self._process = os.getpid()
         self._heard, self._ended = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._beat, name="presence", daemon=True)
         self._thread.start()
@@ -166,10 +168,14 @@ class Presence:
 
     def _tell_uncaught(self) -> None:
         """An error that ended the program in the midst of what all do; the interpreter has printed it."""
+        if os.getpid() != self._process:  # one that was forked says nothing for this one
+            return
         if (error := getattr(sys, "last_value", None)) is not None:
             self.tell(Failure.of(self.rank, error))
 
     def _leave(self) -> None:
+        if os.getpid() != self._process:
+            return
         self._ended.set()
         self._thread.join(SILENCE)  # one that is inside the store when the interpreter ends would abort the process
         if not self._cut_off:

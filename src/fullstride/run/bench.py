@@ -22,8 +22,8 @@ from fullstride.run.directory import check_writable
 from fullstride.run.flops import model_flops, peak_flops
 from fullstride.run.kinds import KINDS, TimeByKind, gpu_kernels, time_by_kind
 from fullstride.run.metrics import strategy
+from fullstride.trainer.ranks import find_ranks
 from fullstride.trainer.setting import DTYPES, Setting
-from fullstride.trainer.team import find_ranks
 from fullstride.trainer.trainer import Trainer
 
 ROUNDS = 5  # medians that are reported

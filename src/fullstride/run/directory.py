@@ -13,7 +13,7 @@ from pathlib import Path
 
 from fullstride.config import FinetuneConfig
 from fullstride.config.keys import build, dashed, dump_toml, read_toml
-from fullstride.engine.checkpoint import LATEST, checkpoint_name, find_checkpoint, steps
+from fullstride.engine.checkpoint import LATEST, checkpoint_name, find_checkpoint, step_of, steps
 from fullstride.errors import ConfigError
 from fullstride.files import replace_text
 
@@ -116,8 +116,7 @@ class RunDirectory:
         Raises ConfigError when there is something in checkpoints/, but no whole one: a new start would delete it.
         """
         try:
-            folder = find_checkpoint(self.checkpoints).name
-            return int("".join(filter(str.isdigit, folder)))
+            return step_of(find_checkpoint(self.checkpoints))
         except ConfigError:  # `latest` is missing or damaged, or what it names is
             found = steps(self.checkpoints)
         left = [] if not self.checkpoints.is_dir() else sorted(path.name for path in self.checkpoints.iterdir())

@@ -22,7 +22,8 @@ from fullstride.run.metrics import EventLog, MetricsFile, read_events, strategy,
 from fullstride.run.plot import plot_loss
 from fullstride.run.prepare import Job, prepare, preview
 from fullstride.run.progress import Progress
-from fullstride.trainer.team import attended, leads
+from fullstride.trainer.ranks import leads
+from fullstride.trainer.team import attended
 from fullstride.trainer.trainer import Trainer
 
 Found = TypeVar("Found")

@@ -23,7 +23,7 @@ from fullstride.model.spec import ModelConfig
 from fullstride.run.directory import RunDirectory
 from fullstride.run.inputs import data_digest, weights_digest
 from fullstride.run.source import find_model, load_tokenizer, padding_id
-from fullstride.trainer.team import find_ranks, leads
+from fullstride.trainer.ranks import find_ranks, leads
 
 
 @dataclass(frozen=True)

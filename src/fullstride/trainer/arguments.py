@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 from dataclasses import dataclass
+from numbers import Real
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from fullstride.config import LEAST_EPS, MOST_LR
+from fullstride.config.rules import check_decay
 from fullstride.errors import ConfigError
 from fullstride.ops.cross_entropy import IGNORED
 
@@ -30,23 +35,39 @@ class Batch:
 MOST = {"lr": MOST_LR, "z_loss": 1e6, "beta1": 1.0, "beta2": 1.0}
 
 
-def positive(name: str, value: int) -> int:
-    """`value` as an int. Raises ConfigError unless it is a whole number from 1 on."""
-    if not isinstance(value, int | np.integer) or isinstance(value, bool) or not 1 <= value < 2**63:
-        raise ConfigError(f"{name} must be a positive integer below 2**63, got {value!r}")
+def whole(name: str, value: Any, least: int = 0, bits: int = 63) -> int:
+    """`value`, a number of Python's or NumPy's, as an int. Raises ConfigError outside [least, 2**bits)."""
+    if not isinstance(value, int | np.integer) or isinstance(value, bool) or not least <= value < 2**bits:
+        kind = "a positive integer" if least == 1 else f"an integer of at least {least}"
+        raise ConfigError(f"{name} must be {kind} below 2**{bits}, got {value!r}")
     return int(value)
 
 
-def check_values(**values: float) -> None:
-    """Raise ConfigError for a value that would spoil the weights: eps 0 (in float32), for one, divides 0 by 0."""
+def place(name: str, path: Any) -> Path:
+    """`path` from this process's directory. Raises ConfigError for what cannot be one."""
+    try:
+        # surrogates that stand for no byte, and NUL, are in no name
+        given = Path(path)
+        if "\0" in os.fsencode(given).decode("latin-1"):
+            raise ValueError("NUL in it")
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{name} must be a path, a str or pathlib.Path, got {path!r} ({error})") from None
+    return given.absolute()
+
+
+def check_values(**values: float) -> dict[str, float]:
+    """The values as floats. Raises ConfigError for one that would spoil the weights: eps 0 (in float32), for one,
+    divides 0 by 0."""
     for name, value in values.items():
-        if not isinstance(value, int | float | np.number):
+        if not isinstance(value, Real):
             raise ConfigError(f"{name} must be a number, got {value!r}")
         least, most = LEAST_EPS if name == "eps" else 0.0, MOST.get(name, sys.float_info.max)
         if not (least <= value <= most) or (name.startswith("beta") and value == 1):
             rule = f"be at least {least} and finite" if name == "eps" else f"lie in [0, {MOST.get(name, math.inf)}"
             end = "" if name == "eps" else "]" if name in ("lr", "z_loss") else ")"
             raise ConfigError(f"{name} must {rule}{end}, got {value}")
+    check_decay(values.get("lr", 0.0), values.get("weight_decay", 0.0))
+    return {name: float(value) for name, value in values.items()}
 
 
 def plain(name: str, array: Array, rows: int, seq_len: int, rows_are: str) -> np.ndarray:

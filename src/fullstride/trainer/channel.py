@@ -1,13 +1,14 @@
 """From the Trainer to a worker in a process of its own, and what happens when that fails.
 
     channel.send(command, args)     the worker begins a command
-    channel.receive() -> Outcome    it has issued the command's work
+    inbox.get() -> (rank, Outcome)  it has issued the command's work
 
 Both ends speak in pickles, which say themselves where they end. A worker's last word is a Failure, or silence.
 """
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import pickle
@@ -40,6 +41,9 @@ class Outcome:
 
     value: Any = None
     refusal: Exception | None = None
+
+
+Inbox = queue.SimpleQueue[tuple[int, Outcome | None]]
 
 
 def attempt(
@@ -89,26 +93,54 @@ def shared_memory(size: int) -> int:
     else:  # macOS
         with tempfile.TemporaryFile() as file:
             fd = os.dup(file.fileno())
+    fd = _clear_of_standard(fd)
     os.ftruncate(fd, size)
     return fd
+
+
+def _clear_of_standard(fd: int) -> int:
+    """`fd`, or another in its place: where this process has no stdin, stdout or stderr, as daemons have not, their
+    numbers are free, and what is written to them would get into it."""
+    if fd > 2:
+        return fd
+    try:
+        return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
+    finally:
+        os.close(fd)
+
+
+def _inherited(fd: int) -> int | None:
+    """For Popen: the stdout or stderr of this process, or nothing where it has none."""
+    try:
+        return None if os.get_inheritable(fd) else subprocess.DEVNULL
+    except OSError:
+        return subprocess.DEVNULL
 
 
 class SocketChannel:
     """The way to a rank in a process of its own, which this starts."""
 
-    def __init__(self, rank: int, memory: int, fail: Callable[[Failure], None]) -> None:
-        """memory: of the tokens; `fail` is told when the rank fails, from a thread of this channel's."""
-        self.rank, self._fail = rank, fail
-        self._socket, theirs = socket.socketpair()
+    def __init__(self, rank: int, memory: int, inbox: Inbox, fail: Callable[[Failure], None]) -> None:
+        """memory: of the tokens. Outcomes go into `inbox`, by rank, None for the end; `fail` is told when the rank
+        fails. Both from a thread of this channel's."""
+        self.rank, self._inbox, self._fail = rank, inbox, fail
+        ends = (_clear_of_standard(end.detach()) for end in socket.socketpair())
+        self._socket, theirs = [socket.socket(fileno=end) for end in ends]
         fds = (theirs.fileno(), memory)
         words = [sys.executable, "-P", "-m", "fullstride.trainer.worker", *map(str, (rank, *fds, os.getpid()))]
-        path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
+        # Python, too, passes over what is no str
+        path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path if isinstance(entry, str))
         with theirs:
             # a process group of its own: Ctrl-C is the caller's to answer
             self._process = subprocess.Popen(
-                words, stdin=subprocess.DEVNULL, pass_fds=fds, process_group=0, env={**os.environ, "PYTHONPATH": path}
+                words,
+                stdin=subprocess.DEVNULL,
+                stdout=_inherited(1),
+                stderr=_inherited(2),
+                pass_fds=fds,
+                process_group=0,
+                env={**os.environ, "PYTHONPATH": path},
             )
-        self._inbox: queue.SimpleQueue[Outcome | None] = queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()
 
     def send(self, command: str, args: tuple[Any, ...], harmless: Harmless) -> None:
@@ -121,24 +153,18 @@ class SocketChannel:
         except OSError as error:
             raise PeerLost(f"rank {self.rank} is gone") from error
 
-    def receive(self) -> Outcome:
-        outcome = self._inbox.get()
-        if outcome is None:
-            raise PeerLost(f"rank {self.rank} is gone")
-        return outcome
-
     def _read(self) -> None:
         answer: Any = None
         try:
             with self._socket.makefile("rb") as stream:
                 while isinstance(answer := pickle.load(stream), Outcome):
-                    self._inbox.put(answer)
+                    self._inbox.put((self.rank, answer))
         except (OSError, EOFError):
             answer = Failure(self.rank, self._death())
         except Exception as error:  # what this process cannot rebuild
             answer = Failure.of(self.rank, error)
         self._fail(answer)
-        self._inbox.put(None)
+        self._inbox.put((self.rank, None))
 
     def _death(self) -> str:
         try:

@@ -8,31 +8,41 @@ from __future__ import annotations
 
 import math
 import os
+import queue
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from fullstride.errors import ConfigError
+from fullstride.files import discard_partial
 from fullstride.model.spec import ModelConfig
 from fullstride.parallel.comm import Communicator, PeerLost
 from fullstride.parallel.presence import SILENCE, Failure
 from fullstride.parallel.rendezvous import join_launched, presence
 from fullstride.trainer.arguments import Batch
-from fullstride.trainer.channel import PATIENCE, Outcome, SocketChannel, TokenMemory, attempt, shared_memory
+from fullstride.trainer.channel import PATIENCE, Inbox, Outcome, SocketChannel, TokenMemory, attempt, shared_memory
+from fullstride.trainer.ranks import launched, open_files
 from fullstride.trainer.setting import Setting
-from fullstride.trainer.worker import Worker
+from fullstride.trainer.worker import Worker, watch
 
 REFUSALS = (ConfigError,)  # come before anything has changed
 WRITING = (ConfigError, OSError)  # what may keep the first rank from writing files, while all ranks stay as they were
 CAUSE_WITHIN = 2.0  # seconds in which a failure that may be another one's consequence waits for that one
+DIVIDED_AFTER = 10.0  # seconds after a rank's refusal in which the others, who come to the same, answer too
 
 
 class Divided(RuntimeError):
-    """(rank, story): a rank refused what others did, so they are not equal any more."""
+    """A rank refused what others did, so they are not equal any more."""
+
+    def __init__(self, rank: int, command: str, refusal: Exception | None) -> None:
+        self.failure = Failure(rank, f"could not do {command} as others could: {refusal}")
+        super().__init__(self.failure.story)
 
 
 class Team(ABC):
@@ -44,7 +54,11 @@ class Team(ABC):
     def __init__(self) -> None:
         self.closed = False
         self.saving = False  # in the background
+        self.unfinished: set[Path] = set()  # directories that are being written
         self.failure: Failure | None = None
+        self._process = os.getpid()
+        self._turn = threading.RLock()  # whose call it is: answers do not say to which call
+        self._stopped = False  # by the caller
 
     def call(self, command: str, *args: Any, rank: int | None = None, writes: bool = False) -> list[Any]:
         """What every rank's worker, or one rank's, answers to a command. `writes`: files are written, and
@@ -53,12 +67,13 @@ class Team(ABC):
         Raises what the workers refused, if all did (or the first one, which writes), and then nothing has changed.
         Anything else is a failure, which ends the team and is raised as WorkerError or OutOfMemory with the rank; but
         the only rank's is raised as it is, and the team lives. Ctrl-C ends it: nobody knows what was half done.
+        Calls of several threads come one after the other.
         """
-        with self._ended_by_errors():
+        with self._one_at_a_time(), self._ended_by_errors():
             outcomes = self._exchange(command, args, rank, writes)
             refused = [i for i, outcome in enumerate(outcomes) if outcome.refusal is not None]
             if refused and len(refused) < len(outcomes) and not (writes and refused[0] == 0):
-                raise Divided(refused[0], f"could not do {command} as others could: {outcomes[refused[0]].refusal}")
+                raise Divided(refused[0], command, outcomes[refused[0]].refusal)
         for outcome in outcomes:
             if outcome.refusal is not None:
                 raise outcome.refusal
@@ -66,8 +81,29 @@ class Team(ABC):
 
     def call_on(self, batch: Batch, command: str, *args: Any) -> list[Any]:
         """`call` of a command on tokens."""
-        self.tokens.write(batch.inputs, batch.targets, batch.documents)
-        return self.call(command, batch.most_documents, *args)
+        with self._one_at_a_time():
+            self.tokens.write(batch.inputs, batch.targets, batch.documents)
+            return self.call(command, batch.most_documents, *args)
+
+    def check_running(self) -> None:
+        """Raise ConfigError unless this can be called."""
+        if self.forked:
+            raise ConfigError(f"the trainer belongs to process {self._process}; make one in this, which was forked")
+        if self.closed:
+            why = "" if self.failure is None else f" since rank {self.failure.rank} failed"
+            raise ConfigError(f"the trainer is stopped{why}; make a new one")
+
+    @property
+    def forked(self) -> bool:
+        """Whether this is a copy in a process that was forked, and what it would say or end is another's."""
+        return os.getpid() != self._process
+
+    @contextmanager
+    def _one_at_a_time(self) -> Iterator[None]:
+        self.check_running()  # a forked process might find the turn taken for ever
+        with self._turn:
+            self.check_running()
+            yield
 
     def agree(self, value: Any) -> list[Any]:
         """The `value` of every process that drives the ranks: of this one alone, or of all that torchrun started."""
@@ -84,11 +120,18 @@ class Team(ABC):
         return None
 
     def end(self) -> None:
-        """`close`, when the checkpoint that is being written is whole. Raises OSError when it could not be written."""
+        """`close`, when the checkpoint that is being written is whole. Raises OSError when it could not be written.
+
+        A call in another thread ends with an error where ranks have processes of their own; else it is waited for. In a
+        forked process this only forgets."""
+        if self.forked:
+            self.closed = True
+            return
         try:
             if not self.closed and self.failure is None:
                 self._finish()
         finally:
+            self._stopped = True
             self.close()
 
     def _finish(self) -> None:
@@ -98,8 +141,12 @@ class Team(ABC):
     def close(self) -> None:
         """End the workers, and free what this process holds."""
         self.closed = True
-        for held in ("worker", "tokens"):
-            vars(self).pop(held, None)  # an error may have come before they were there
+        with self._turn:
+            for held in ("worker", "tokens"):
+                vars(self).pop(held, None)  # an error may have come before they were there
+        for directory in self.unfinished:
+            discard_partial(directory)
+        self.unfinished.clear()
 
     @contextmanager
     def _ended_by_errors(self) -> Iterator[None]:
@@ -108,9 +155,13 @@ class Team(ABC):
             yield
         except BaseException as error:
             self._fail(error)
-            if self.failure is None:
-                raise
-            raise self.failure.error() from error
+            if self.failure is not None:
+                raise self.failure.error() from error
+            if self._stopped and isinstance(error, PeerLost):
+                raise ConfigError(
+                    "the trainer was stopped in another thread during this call; make a new one"
+                ) from error
+            raise
 
     @abstractmethod
     def _fail(self, error: BaseException) -> None:
@@ -124,6 +175,11 @@ class OneRank(Team):
         super().__init__()
         self.tokens = TokenMemory(setting)
         self.worker = Worker(config, setting, Communicator(), device, self.tokens)
+
+    @property
+    def forked(self) -> bool:
+        """What is forked is all there is, and its own."""
+        return False
 
     def _exchange(self, command: str, args: tuple, rank: int | None, writes: bool) -> list[Outcome]:
         return [_do(self.worker, command, args, writes)]
@@ -144,38 +200,57 @@ class Processes(Team):
         """device: the ranks have the GPUs in order, or the CPU."""
         super().__init__()
         self._channels: list[SocketChannel] = []
+        self._inbox: Inbox = queue.SimpleQueue()
         self._changed = threading.Condition()
         with self._ended_by_errors():
             self._start(config, setting, world_size, device)
 
     def _start(self, config: ModelConfig, setting: Setting, world_size: int, device: torch.device) -> None:
-        fd = shared_memory(TokenMemory.size(setting))
-        try:
-            for rank in range(world_size):
-                self._channels.append(SocketChannel(rank, fd, self._failed))
-            self.tokens = TokenMemory(setting, fd)
-        finally:
-            os.close(fd)
-        port, *_ = [channel.receive().value for channel in self._channels]
+        with open_files(world_size):
+            fd = shared_memory(TokenMemory.size(setting))
+            try:
+                for rank in range(world_size):
+                    self._channels.append(SocketChannel(rank, fd, self._inbox, self._failed))
+                self.tokens = TokenMemory(setting, fd)
+            finally:
+                os.close(fd)
+        port, *_ = [outcome.value for outcome in self._receive("start", self._channels)]
         threads = max(1, torch.get_num_threads() // world_size)
         for channel in self._channels:
             own = torch.device("cuda", channel.rank) if device.type == "cuda" else device
             channel.post((config, setting, world_size, port, own, threads))
-        for channel in self._channels:
-            channel.receive()
+        self._receive("start", self._channels)
 
     def _exchange(self, command: str, args: tuple, rank: int | None, writes: bool) -> list[Outcome]:
         channels = self._channels if rank is None else [self._channels[rank]]
         for i, channel in enumerate(channels):
             channel.send(command, args, WRITING if writes and i == 0 else REFUSALS)
-        return [channel.receive() for channel in channels]
+        return self._receive(command, channels)
+
+    def _receive(self, command: str, channels: list[SocketChannel]) -> list[Outcome]:
+        """What these ranks answer. When one has refused, the others may wait for it inside, for ever."""
+        found: dict[int, Outcome] = {}
+        refused, until = None, 0.0
+        while len(found) < len(channels):
+            try:
+                within = None if refused is None else max(0.0, until - time.monotonic())
+                rank, outcome = self._inbox.get(timeout=within)
+            except queue.Empty:
+                assert refused is not None
+                raise Divided(refused, command, found[refused].refusal) from None
+            if outcome is None:
+                raise PeerLost(f"rank {rank} is gone")
+            found[rank] = outcome
+            if outcome.refusal is not None and refused is None:
+                refused, until = rank, time.monotonic() + DIVIDED_AFTER
+        return [found[channel.rank] for channel in channels]
 
     def _fail(self, error: BaseException) -> None:
         if isinstance(error, Divided):
-            self._failed(Failure(*error.args))
+            self._failed(error.failure)
         elif isinstance(error, PeerLost):  # whoever watches that rank tells how it ended
             with self._changed:
-                self._changed.wait_for(lambda: self.failure is not None, 2 * PATIENCE)
+                self._changed.wait_for(lambda: self.failure is not None or self._stopped, 2 * PATIENCE)
         self.close()
 
     def _failed(self, failure: Failure) -> None:
@@ -192,14 +267,15 @@ class Processes(Team):
                 self._changed.notify_all()
 
     def close(self) -> None:
+        self.closed = True
         with self._changed:
-            super().close()
             for channel in self._channels:
                 channel.end()
             for channel in self._channels:
                 channel.wait()
+            self._channels = []
             self._changed.notify_all()
-        self._channels = []
+        super().close()  # which waits for a call in another thread, whose end this was
 
 
 class Launched(Team):
@@ -209,6 +285,11 @@ class Launched(Team):
         super().__init__()
         self._presence, self._ends = presence(), ExitStack()
         self.tokens = TokenMemory(setting)
+        ended, here = threading.Event(), self._presence
+        self._ends.callback(ended.set)
+        if "TORCHELASTIC_RUN_ID" in os.environ:  # other launchers may leave, and their processes stay
+            word = Failure(here.rank, "lost its launcher: torchrun was killed on its machine")
+            threading.Thread(target=watch, args=(os.getppid(), ended, lambda: here.tell(word)), daemon=True).start()
         with self._ended_by_errors():
             self._comm = join_launched(device)
             self._ends.callback(self._comm.close)
@@ -228,17 +309,17 @@ class Launched(Team):
         return outcomes if rank is None else [outcomes[rank]]
 
     def agree(self, value: Any) -> list[Any]:
-        with self._ended_by_errors():
+        with self._one_at_a_time(), self._ended_by_errors():
             return self._comm.gather(value)
 
     def abandon(self, error: BaseException) -> None:
-        if not self.closed:
+        if not self.closed and not self.forked:
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
         if isinstance(error, Exception):  # Ctrl-C stays what it is
             here = self._presence
-            failure = Failure(*error.args) if isinstance(error, Divided) else Failure.of(here.rank, error)
+            failure = error.failure if isinstance(error, Divided) else Failure.of(here.rank, error)
             first = here.told(SILENCE + CAUSE_WITHIN) if failure.consequence else None
             self.failure = first or failure
             here.tell(self.failure)
@@ -247,7 +328,7 @@ class Launched(Team):
     def _finish(self) -> None:
         """In step with the others, who may need this rank's files and memory until they come here too."""
         saved = Outcome()
-        with self._ended_by_errors():
+        with self._turn, self._ended_by_errors():
             if self.saving:
                 saved = _do(self.worker, "finish_saving", (), self._presence.rank == 0)
                 self._comm.part(math.inf)  # disks are slow
@@ -283,38 +364,3 @@ def attended() -> Iterator[None]:
         if here is not None:
             here.tell(Failure.of(here.rank, error))
         raise
-
-
-def find_ranks(gpus: int, device: str) -> tuple[int, torch.device]:
-    """(number of ranks, the device of the one in this process) for a user's `gpus` and `device` (cuda, cpu).
-
-    Raises ConfigError where there are not so many.
-    """
-    if not isinstance(gpus, int) or isinstance(gpus, bool) or gpus < 0:
-        raise ConfigError(f"gpus must be a number of GPUs, or 0 for all, got {gpus!r}")
-    if found := launched():
-        if gpus not in (0, found[0]):
-            raise ConfigError(
-                f"gpus = {gpus}, but the launcher started {found[0]} processes; set gpus = {found[0]} or 0"
-            )
-        return found[0], torch.device("cuda", found[1]) if device == "cuda" else torch.device(device)
-    if device != "cuda":
-        return gpus or 1, torch.device(device)
-    there = torch.cuda.device_count()
-    if gpus > there:
-        raise ConfigError(f"gpus = {gpus}, but this machine has {there}; set gpus to at most {there}, or to 0 for all")
-    gpus = gpus or there
-    return gpus, torch.device("cuda", 0 if gpus > 1 else torch.cuda.current_device())
-
-
-def leads() -> bool:
-    """Whether this process writes and prints for all: the only one, or the first that torchrun started."""
-    return launched() is None or os.environ["RANK"] == "0"
-
-
-def launched() -> tuple[int, int] | None:
-    """(ranks, this process's GPU) where torchrun, or a launcher that sets the same variables, started this process."""
-    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    if not all(name in os.environ for name in names) or int(os.environ["WORLD_SIZE"]) == 1:
-        return None
-    return int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_RANK", "0"))

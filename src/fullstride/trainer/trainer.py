@@ -16,15 +16,15 @@ from fullstride.config.rules import check_rules
 from fullstride.engine import checkpoint
 from fullstride.engine.limits import check_documents, check_sizes
 from fullstride.engine.step import Engine, split_stages
-from fullstride.errors import ConfigError, OutOfMemory, WorkerError
-from fullstride.files import discard_partial
+from fullstride.errors import ConfigError, OutOfMemory
 from fullstride.model.lora import adapter_unit
 from fullstride.model.spec import ModelConfig, num_parameters, parameter_table
 from fullstride.model.tensor_parallel import split_config
 from fullstride.ops.cross_entropy import IGNORED
-from fullstride.trainer.arguments import Array, Batch, check_ids, check_values, plain, positive
+from fullstride.trainer.arguments import Array, Batch, check_ids, check_values, place, plain, whole
+from fullstride.trainer.ranks import find_ranks, leads
 from fullstride.trainer.setting import DTYPES, Setting
-from fullstride.trainer.team import find_ranks, make_team
+from fullstride.trainer.team import make_team
 
 
 class Trainer:
@@ -59,7 +59,7 @@ class Trainer:
                 "for a path: Trainer.from_pretrained"
             )
         batch_size, seq_len, grad_accum = (
-            positive(name, value)
+            whole(name, value, 1)
             for name, value in (("batch_size", batch_size), ("seq_len", seq_len), ("grad_accum", grad_accum))
         )
         self.config = config
@@ -84,7 +84,7 @@ class Trainer:
     @classmethod
     def from_pretrained(cls, path: str | Path, options: Options | None = None, **sizes: Any) -> Trainer:
         """A trainer of the model in a Hugging Face directory, with its weights. `sizes` as in the constructor."""
-        trainer = cls(ModelConfig.from_pretrained(path), options, **sizes)
+        trainer = cls(ModelConfig.from_pretrained(place("path", path)), options, **sizes)
         trainer.import_weights(path)
         return trainer
 
@@ -118,46 +118,46 @@ class Trainer:
     def agree(self, value: Any) -> list[Any]:
         """Under torchrun the (pickled) `value` of every process, on each of them, which all make this call; else
         [value]."""
-        self._check_running()
         return self._team.agree(value)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process is the one that prints and writes for all: under torchrun the first, else the only
+        one."""
+        return leads()
 
     def _call(self, command: str, *args: Any, rank: int | None = None) -> list[Any]:
         """The answers of all ranks, or of one."""
-        self._check_running()
         return self._team.call(command, *args, rank=rank)
 
     def _write(self, target: Path, command: str, *args: Any) -> None:
         """What all ranks write as the directory `target`, or hand over to the first one, which speaks for them."""
         self._check_running()
-        try:
-            self._team.call(command, *args, writes=True)
-        except (WorkerError, OutOfMemory):  # it may have been killed in the midst of writing
-            discard_partial(target)
-            raise
+        self._team.unfinished.add(target)  # where it is left, the team's end finds nothing, or what was cut short
+        self._team.call(command, *args, writes=True)
+        self._team.unfinished.discard(target)
 
     def _check_running(self) -> None:
-        if not self._team.closed:
-            return
-        why = "" if self._team.failure is None else f" since rank {self._team.failure.rank} failed"
-        raise ConfigError(f"the trainer is stopped{why}; make a new one")
+        self._team.check_running()
 
     # ---- weights
 
     def import_weights(self, path: str | Path) -> None:
         """Weights of a Hugging Face directory (one or several safetensors). Raises ConfigError if they do not fit."""
-        self._call("import_weights", Path(path).absolute())
+        source = place("path", path)
+        self._call("import_weights", source)
         self.discard()  # gradients of other weights
-        self._source, self._has_weights = Path(path).absolute(), True
+        self._source, self._has_weights = source, True
 
     def init_weights(self, seed: int | None = None) -> None:
         """Random weights: N(0, initializer_range), norms 1, biases 0. seed: the options' by default."""
-        self._call("init_weights", self.options.seed if seed is None else seed)
+        self._call("init_weights", self.options.seed if seed is None else whole("seed", seed))
         self.discard()
         self._has_weights = True
 
     def import_adapter(self, directory: str | Path) -> None:
         """Adapters of a PEFT directory with the options' rank, alpha, targets and rslora."""
-        self._call("import_adapter", Path(directory).absolute())
+        self._call("import_adapter", place("directory", directory))
         self.discard()
 
     def export_model(self, directory: str | Path, dtype: str = "", overwrite: bool = False) -> None:
@@ -168,12 +168,12 @@ class Trainer:
         self._check_weights()
         if dtype and dtype not in DTYPES:
             raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-        target = Path(directory).absolute()
+        target = place("directory", directory)
         self._write(target, "export_model", target, dtype or self.options.dtype, self._source, overwrite)
 
     def export_adapter(self, directory: str | Path, overwrite: bool = False) -> None:
         """A PEFT directory: adapter_config.json, adapter_model.safetensors, and the base model's tokenizer."""
-        target = Path(directory).absolute()
+        target = place("directory", directory)
         self._write(target, "export_adapter", target, self._source, overwrite)
 
     def save_checkpoint(self, directory: str | Path, step: int, extra: dict[str, Any] | None = None) -> None:
@@ -185,16 +185,18 @@ class Trainer:
         Raises ConfigError between step and update: accumulated gradients are not part of a checkpoint; and OSError when
         it cannot be written, for any rank.
         """
-        checkpoint.check_extra(extra or {})
+        plain_extra = checkpoint.plain_extra({} if extra is None else extra)
+        step = whole("step", step, bits=checkpoint.STEP_BITS)
+        within = place("directory", directory)
         self._check_running()
         if self._micro_steps:
             raise ConfigError("save_checkpoint between step and update would lose the gradients; call update first")
-        within = Path(directory).absolute()
         target = within / checkpoint.checkpoint_name(step)
         self.finish_saving()
-        self._write(target, "save_checkpoint", within, step, extra or {})
+        self._write(target, "save_checkpoint", within, step, plain_extra)
         if self.options.async_save:
             self._saving, self._team.saving = target, True
+            self._team.unfinished.add(target)
 
     def finish_saving(self) -> None:
         """Return when the checkpoint that is being written, if any, is whole; OSError tells why it could not be.
@@ -210,8 +212,11 @@ class Trainer:
 
         Under LoRA that is the adapters' state: the base comes from import_weights.
         """
+        if not isinstance(step, str) or step != checkpoint.LATEST:
+            step = whole(f'step must be "{checkpoint.LATEST}" or a number, which', step, bits=checkpoint.STEP_BITS)
+        within = place("directory", directory)
         self.finish_saving()
-        extra, self._updates = self._call("load_checkpoint", Path(directory).absolute(), step)[0]
+        extra, self._updates = self._call("load_checkpoint", within, step)[0]
         self._micro_steps = self._supervised = 0
         self._has_weights |= self.options.method == "full"  # under LoRA a checkpoint holds the adapters only
         return extra
@@ -229,12 +234,12 @@ class Trainer:
         Raises ConfigError for arrays of another shape or dtype, ids outside the vocabulary, and more than grad_accum
         micro-steps without an update.
         """
-        check_values(z_loss=z_loss)
+        z_loss = check_values(z_loss=z_loss)["z_loss"]
         self._check_running()
         if self._micro_steps >= self.grad_accum:
             raise ConfigError(f"{self.grad_accum} micro-steps (grad_accum) are done; call update before the next step")
         batch = self._batch(inputs, targets, documents)
-        self._or_stop(self._team.call_on, batch, "step", float(z_loss))
+        self._or_stop(self._team.call_on, batch, "step", z_loss)
         self._micro_steps += 1
         self._supervised += np.count_nonzero(batch.targets != IGNORED)
 
@@ -267,10 +272,9 @@ class Trainer:
             raise ConfigError(
                 "no supervised token since the last update (all targets are -100): nothing to learn from; call discard"
             )
-        check_values(lr=lr, eps=eps, weight_decay=weight_decay, grad_clip=grad_clip, beta1=beta1, beta2=beta2)
-        step = positive("step", self._updates + 1 if step is None else step)
-        rates = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
-        told = self._or_stop(self._call, "update", {"step": step, "grad_clip": grad_clip, **rates})[0]
+        rates = check_values(lr=lr, eps=eps, weight_decay=weight_decay, grad_clip=grad_clip, beta1=beta1, beta2=beta2)
+        step = whole("step", self._updates + 1 if step is None else step, 1, checkpoint.STEP_BITS)
+        told = self._or_stop(self._call, "update", {"step": step, **rates})[0]
         self._updates, self._micro_steps, self._supervised = step, 0, 0
         return told
 
@@ -351,12 +355,12 @@ class Trainer:
 
         Raises ConfigError unless called between step and update.
         """
-        self._check_rank(rank)
+        rank = self._check_rank(rank)
         if not self._micro_steps:
             raise ConfigError("gradients exist between step and update; call step first")
         return self._call("gradients", rank)[rank]
 
     def _check_rank(self, rank: int) -> int:
-        if not isinstance(rank, int) or not 0 <= rank < self.world_size:
+        if (rank := whole("rank", rank)) >= self.world_size:
             raise ConfigError(f"rank must be below world_size {self.world_size}, got {rank}")
         return rank

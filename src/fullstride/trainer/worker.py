@@ -18,8 +18,7 @@ import re
 import socket
 import sys
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -210,7 +209,8 @@ def main(rank: int, socket_fd: int, memory_fd: int, caller: int) -> None:
     connection = socket.socket(fileno=socket_fd)
     commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(connection, commands), daemon=True).start()
-    threading.Thread(target=_watch, args=(caller,), daemon=True).start()
+    # the caller's end of the socket stays open while a process that it forked lives
+    threading.Thread(target=watch, args=(caller, threading.Event(), lambda: None), daemon=True).start()
 
     def answer(value: Outcome | Failure) -> None:
         connection.sendall(pickle.dumps(value))
@@ -252,11 +252,12 @@ def _listen(connection: socket.socket, commands: queue.SimpleQueue[Any]) -> None
     os._exit(0)
 
 
-def _watch(caller: int) -> None:
-    """End with the caller also when a process that it forked still holds its end of the socket."""
-    while os.getppid() == caller:
-        time.sleep(1)
-    os._exit(0)
+def watch(parent: int, done: threading.Event, orphaned: Callable[[], None]) -> None:
+    """End this process, after a last word, when `parent` has ended, unless this is `done` before."""
+    while not done.wait(1):
+        if os.getppid() != parent:
+            orphaned()
+            os._exit(1)
 
 
 if __name__ == "__main__":
