@@ -34,7 +34,7 @@ CONFIG = ModelConfig(
     vocab_size=61,
     hidden_size=40,
     intermediate_size=56,
-    num_hidden_layers=4,
+    num_hidden_layers=3,
     num_attention_heads=4,
     num_key_value_heads=2,
     head_dim=16,
@@ -44,13 +44,18 @@ CONFIG = ModelConfig(
 # the other has what the first lacks: a head of its own, biases
 MODELS = {"tied": CONFIG, "untied": replace(CONFIG, architecture="qwen2", tie_word_embeddings=False)}
 # for four ranks that share it out
-EVERY_MODEL = MODELS | {"four heads": replace(CONFIG, num_key_value_heads=4)}
+EVERY_MODEL = MODELS | {
+    "four heads": replace(CONFIG, num_key_value_heads=4),
+    # for four stages
+    "deep tied": replace(CONFIG, num_hidden_layers=4),
+    "deep untied": replace(MODELS["untied"], num_hidden_layers=4),
+}
 LORA = {"method": "lora", "lora_rank": 4, "lora_alpha": 8.0}
 # an optimizer that is close to SGD (a large eps hides nothing of a gradient), and AdamW as people use it
-OPTIMIZERS = {"sgd-like": {"lr": 2.0, "eps": 1.0}, "adamw": {"lr": 1e-3, "eps": 1e-8}}
-# where sums are made in another order in every product: an element whose gradient is nothing but rounding would get a
-# step of full size from AdamW with a small eps, and another one
-OPTIMIZERS_ROUNDED = {"sgd-like": OPTIMIZERS["sgd-like"], "adamw rounded": {"lr": 1e-3, "eps": 1e-4}}
+OPTIMIZERS = {"sgd-like": {"lr": 5.0, "eps": 1.0}, "adamw": {"lr": 1e-3, "eps": 1e-8}}
+# where sums are made in another order in every product, milder ones: an element whose gradient is nothing but rounding
+# would get a step of full size from AdamW with a small eps, and SGD of a large rate magnifies rounding too
+OPTIMIZERS_ROUNDED = {"sgd rounded": {"lr": 2.0, "eps": 1.0}, "adamw rounded": {"lr": 1e-3, "eps": 1e-4}}
 
 
 @dataclass(frozen=True)

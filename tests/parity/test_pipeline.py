@@ -13,8 +13,9 @@ from tests.parity.test_ranks import METHODS, name, reference
 
 pytestmark = pytest.mark.xdist_group("ranks")  # one worker has the processes
 
+DEEP = "deep tied"
 FEATURES = {
-    # the harness's model has four layers, so four stages hold one each
+    # the models have four layers, so four stages hold one each
     "mesh": ((2, 2, 1), (4, 4, 1), (4, 2, 1), (4, 2, 2)),  # ranks, of them in a pipeline, of them sharing tensors out
     "schedule": ("1f1b", "gpipe", "interleaved", "zb-h1"),
     # one: fewer than stages; with three micro-steps and five rows packed the window ends short
@@ -24,7 +25,7 @@ FEATURES = {
     "packing": (False, True),
     "recompute": ((), ("block",), ("swiglu", "norm")),
     "method": ("full", "lora"),
-    "model": ("tied", "untied"),
+    "model": ("deep tied", "deep untied"),
 }
 
 
@@ -76,23 +77,23 @@ def test_all_combinations(combination: dict[str, Any]) -> None:
 def test_dropout_is_that_of_one_process(mesh: tuple[int, int]) -> None:
     """Noise belongs to a row among all rows of the micro-step, whichever micro-batch and rank have it."""
     method = LORA | {"lora_dropout": 0.3}
-    found = run(Split(ranks=mesh[0], pp=mesh[1], microbatches=5 * mesh[1] // mesh[0]), "adamw", method, Path())
-    expected = run(Split(), "adamw", method, Path())
+    found = run(Split(ranks=mesh[0], pp=mesh[1], microbatches=5 * mesh[1] // mesh[0]), "adamw", method, Path(), DEEP)
+    expected = run(Split(), "adamw", method, Path(), DEEP)
     check_equal(found, expected)
-    assert abs(expected.loss[-1] - reference("adamw", "lora", "tied").loss[-1]) > 1e-3  # it is at work
+    assert abs(expected.loss[-1] - reference("adamw", "lora", DEEP).loss[-1]) > 1e-3  # it is at work
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_sums_in_host_memory_of_layers_that_lie_apart(method: str) -> None:
     """A rank of an interleaved pipeline has layers 0 and 2, say, which take turns in two buffers all the same."""
     split = Split(ranks=2, pp=2, schedule="interleaved", zero=2, offload=True, microbatches=2)
-    check_equal(run(split, "adamw", METHODS[method], Path()), reference("adamw", method, "tied"))
+    check_equal(run(split, "adamw", METHODS[method], Path(), DEEP), reference("adamw", method, DEEP))
 
 
 def test_schedules_give_the_same_bits() -> None:
     """They differ in when, not in what: sums are over micro-batches in order."""
     traces = [
-        run(Split(ranks=2, pp=2, microbatches=5, schedule=schedule), "adamw", {}, Path())
+        run(Split(ranks=2, pp=2, microbatches=5, schedule=schedule), "adamw", {}, Path(), DEEP)
         for schedule in ("1f1b", "gpipe", "zb-h1")
     ]
     for other in traces[1:]:
