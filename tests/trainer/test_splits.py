@@ -62,14 +62,16 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, np.ndarray, n
         (2, {"pp": 2, "pp_schedule": "zb-h1", "microbatches": 2}),
         (4, {"pp": 4, "pp_schedule": "gpipe", "microbatches": 1}),
         (4, {"pp": 2, "zero": 3}),
+        (2, {"tp": 2}),
+        (4, {"pp": 2, "tp": 2}),
     ],
     ids=str,
 )
-def test_a_pipeline_equals_one_process_and_goes_on_as_one(
+def test_a_split_equals_one_process_and_goes_on_as_one(
     gpus: int, options: dict[str, Any], alone: tuple[Path, np.ndarray, np.ndarray], tmp_path: Path
 ) -> None:
     checkpoint, first, then = alone
-    rows = ROWS * options["pp"] // gpus
+    rows = ROWS * options.get("pp", 1) * options.get("tp", 1) // gpus
     with make(gpus, rows, **options) as trainer:
         np.testing.assert_allclose(train(trainer), first, rtol=TOLERANCE)
         trainer.save_checkpoint(tmp_path, 3)
@@ -97,8 +99,20 @@ def test_a_rank_holds_its_own_layers_only() -> None:
         assert not names[0] & names[1] and "model.embed_tokens.weight" in names[0] and "model.norm.weight" in names[1]
 
 
-def test_a_stage_that_is_killed() -> None:
-    trainer = make(2, ROWS, pp=2)
+def test_gradients_of_shared_tensors_are_whole() -> None:
+    found = []
+    for gpus, options in ((1, {}), (2, {"tp": 2})):
+        with make(gpus, ROWS, **options) as trainer:
+            trainer.step(*batch(ROWS, SEQ_LEN, [3, 5, 0, 6]))
+            found.append(trainer.gradients(gpus - 1))
+    assert found[0].keys() == found[1].keys()
+    for name, gradient in found[0].items():
+        assert (found[1][name] - gradient).norm() / gradient.norm() < TOLERANCE, name
+
+
+@pytest.mark.parametrize("split", [{"pp": 2}, {"tp": 2}], ids=str)
+def test_a_rank_that_is_killed(split: dict[str, Any]) -> None:
+    trainer = make(2, ROWS, **split)
     trainer.step(*batch(ROWS, SEQ_LEN, [3, 5, 0, 6]))
     os.kill(workers()[1], signal.SIGKILL)
     begin = time.monotonic()
@@ -111,6 +125,8 @@ def test_a_stage_that_is_killed() -> None:
 @pytest.mark.parametrize(
     ("gpus", "options", "error", "told"),
     [
+        (3, {"tp": 3}, ConfigError, r"tp 3 must divide num_attention_heads 4, .*set tp to 2"),
+        (2, {"pp": 2, "tp": 2}, UsageError, r"multiple of pp x tp; got gpus = 2, pp = 2 and tp = 2; set gpus = 4"),
         (3, {"pp": 2}, UsageError, r"multiple of pp x tp; got gpus = 3, pp = 2 and tp = 1; set gpus = 4"),
         (5, {"pp": 5}, ConfigError, r"4 layers cannot be split over 5 pipeline stages; set pp to at most 4"),
         (2, {"pp": 2, "microbatches": 3}, ConfigError, r"batch-size 4 does not divide into 3 .* microbatches to 2"),
