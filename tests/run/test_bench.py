@@ -90,7 +90,7 @@ def test_a_gpus_result_is_described_in_full(model_dir: Path) -> None:
     kinds = TimeByKind(dict(zip(KINDS, (0.4, 0.2, 0.1, 0.05, 0.1, 0.2), strict=True)), 1.0, 0.05, ("spooky",))
     metrics = [{"loss": 2.0, "grad_norm": 1.0}, {"loss": 1.0, "grad_norm": 3.0}]
     rounds = [[1.0, 9.0, 1.0], [2.0, 2.0, 2.0], [4.0, 4.0, 0.0]]
-    measured = bench.Measured(rounds, metrics, 3 * 10**9, [], 4 * 10**9, [0.5e-3, 7.0, 0.6e-3], kinds)
+    measured = bench.Measured(rounds, metrics, 3 * 10**9, [], None, 4 * 10**9, [0.5e-3, 7.0, 0.6e-3], kinds)
     setting = Setting(Options(device="cpu").resolved(), config.batch_size, config.seq_len, 4)
     result = bench.described(config, TINY, setting, measured, (7, 9), ceiling=64.0)
     assert result["seconds_per_update"] == [1.0, 2.0, 4.0]

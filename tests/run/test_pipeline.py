@@ -178,7 +178,7 @@ def test_smollm2_over_a_pipeline(tmp_path: Path) -> None:
     )
     if made.returncode:
         pytest.skip(made.stderr.strip().splitlines()[-1])
-    small = {"seq_len": 256, "batch_size": 2, "grad_accum": 2, "steps": 3, "lora_dropout": 0.15, "beta2": 0.999}
+    small = {"seq_len": 128, "batch_size": 2, "grad_accum": 2, "steps": 2, "lora_dropout": 0.15, "beta2": 0.999}
     small |= {"eval_data": str(short_evaluation(tmp_path)), "lr": 2e-4}
     for name, split in (("one", {}), ("pp", PP2)):
         run(tmp_path / "model", shared("data", "ami"), tmp_path / name, **small | split)

@@ -8,7 +8,12 @@ POSITIONAL = ("model",)
 
 def run(config: Config) -> int:
     """Measure and print a table; raises ConfigError when the training does not train."""
-    from fullstride.run.bench import run_bench
+    if config.strategies:
+        from fullstride.run.strategies import compare_strategies
 
-    run_bench(config)
+        compare_strategies(config)
+    else:
+        from fullstride.run.bench import run_bench
+
+        run_bench(config)
     return 0

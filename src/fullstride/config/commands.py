@@ -17,12 +17,15 @@ class BenchConfig(CommandOptions):
 
     model: str = key("", "built-in name, directory or config.json", required=True)
     seq_len: int = key(1024, "tokens per row", at_least=2)
-    batch_size: int = key(4, "rows per rank and micro-step", at_least=1)
+    batch_size: int = key(4, "rows per rank and micro-step; with strategies, of all ranks together", at_least=1)
     grad_accum: int | None = key(
         None, "micro-steps per update; automatic: at least 65,536 tokens of a rank on a GPU, 1 on a CPU", at_least=1
     )
     updates: int = key(5, "updates in each of five measurements", at_least=1)
     lr: float | None = key(None, "learning rate; automatic: 1e-3 for LoRA, 1e-4 for full", above=0, at_most=MOST_LR)
+    strategies: tuple[str, ...] = key(
+        (), "splits of gpus to compare, of the same rows: single, dp2, zero3, pp2, dp2-pp2-zero3, ...; or all"
+    )
     json: str = key("", "file to write the result to")
 
 

@@ -6,10 +6,11 @@ action before it runs, and what it sends is sent while the next ones run.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -40,6 +41,36 @@ class Stages(Protocol):
         """Do it: what it needs has been received."""
 
 
+class ActionTimes:
+    """When this rank's actions began, what they need being there, and ended: on the device, in their order."""
+
+    def __init__(self, device: torch.device | None) -> None:
+        self._on_gpu = device is not None and device.type == "cuda"
+        self._marks: list[Any] = []
+
+    def mark(self) -> None:
+        """An action begins or ends here."""
+        if self._on_gpu:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._marks.append(event)
+        else:
+            self._marks.append(time.perf_counter())
+
+    def busy_and_span(self) -> tuple[float, float]:
+        """Seconds in actions, and from the first one's begin to the last one's end. Waits for the device."""
+        if not self._marks:
+            return 0.0, 0.0
+        if self._on_gpu:
+            torch.cuda.synchronize()
+            first = self._marks[0]
+            times = [first.elapsed_time(mark) * 1e-3 for mark in self._marks]
+        else:
+            times = self._marks
+        busy = sum(end - begin for begin, end in zip(times[::2], times[1::2], strict=True))
+        return busy, times[-1] - times[0]
+
+
 class Pipeline:
     """This rank's actions of `schedule`, done as micro-batches come."""
 
@@ -52,6 +83,7 @@ class Pipeline:
         on_gpu = mesh.pp.size > 1 and device is not None and device.type == "cuda"
         self._side = torch.cuda.Stream(device) if on_gpu else None
         self._used: dict[int, torch.cuda.Event] = {}  # on a GPU: when a slot's last action was over
+        self.times: ActionTimes | None = None  # while somebody measures
         self.restart()
 
     def restart(self) -> None:
@@ -83,7 +115,11 @@ class Pipeline:
             if travels:
                 self._receive(action, _rows(comes), slot)
                 self._settle(goes.data_ptr())
+            if self.times is not None:
+                self.times.mark()
             self._stages.act(action)
+            if self.times is not None:
+                self.times.mark()
             if self._side is not None:
                 self._used.setdefault(slot.input.data_ptr(), torch.cuda.Event()).record()
             if travels:

@@ -18,6 +18,7 @@ from fullstride.engine.ceiling import bare_ceiling
 from fullstride.errors import ConfigError
 from fullstride.model.presets import PRESETS, preset
 from fullstride.model.spec import ModelConfig
+from fullstride.run.bubble import measured_bubble, planned_pipeline
 from fullstride.run.directory import check_writable
 from fullstride.run.flops import model_flops, peak_flops
 from fullstride.run.kinds import KINDS, TimeByKind, gpu_kernels, time_by_kind
@@ -59,6 +60,8 @@ SECTIONS = {
         "share_of_ceiling",
         "model_tflops_per_sec",
         "mfu",
+        "bubble_predicted",
+        "bubble_measured",
         "peak_memory_gb",
         "device_memory_gb",
         "host_ms_per_micro_step",
@@ -70,13 +73,14 @@ SECTIONS = {
 @dataclasses.dataclass(frozen=True)
 class Measured:
     """Seconds per update (all of them, in rounds), what update() returned, peak bytes, the tensors that got no
-    gradient; on one GPU also the bytes that the driver counts as used on it, the host's seconds to issue a micro-step,
-    and one more update's time by kind."""
+    gradient; of a pipeline Trainer.action_times of one more update; on one GPU also the bytes that the driver counts as
+    used on it, the host's seconds to issue a micro-step, and one more update's time by kind."""
 
     rounds: list[list[float]]
     metrics: list[dict[str, float]]
     peak_bytes: int
     dead: list[str]
+    action_times: list[tuple[float, float]] | None = None
     device_bytes: int | None = None
     host: list[float] | None = None
     kinds: TimeByKind | None = None
@@ -159,6 +163,8 @@ def described(
         "share_of_ceiling": None if ceiling is None else tokens / seconds / ceiling,
         "model_tflops_per_sec": flops / seconds / 1e12,
         "mfu": None if peak is None else flops / seconds / (peak * options.ranks),
+        "bubble_predicted": planned_pipeline(setting, model).timeline.bubble if options.pp > 1 else None,
+        "bubble_measured": None if measured.action_times is None else measured_bubble(measured.action_times),
         "peak_memory_gb": measured.peak_bytes / 1e9,
         "device_memory_gb": None if measured.device_bytes is None else measured.device_bytes / 1e9,
         "host_ms_per_micro_step": None if measured.host is None else 1e3 * statistics.median(measured.host),
@@ -228,6 +234,10 @@ def measure(trainer: Trainer, grad_accum: int, updates: int, lr: float) -> Measu
     trainer.peak_memory()
     rounds = [[one_update() for _ in range(updates)] for _ in range(ROUNDS)]
     measured = Measured(rounds, metrics, trainer.peak_memory(), sorted(dead))
+    if trainer.options.pp > 1:
+        trainer.time_actions()
+        one_update()
+        measured = dataclasses.replace(measured, action_times=trainer.action_times())
     if trainer.device.type != "cuda" or trainer.world_size > 1:  # what is looked at closer is in this process
         return measured
     device_bytes, host = used_bytes(), issue_times(trainer, pairs)

@@ -9,11 +9,12 @@ from typing import Any
 from fullstride.config.commands import PlanConfig
 from fullstride.config.keys import build
 from fullstride.engine.limits import check_sizes
-from fullstride.engine.pipeline_plan import PipelinePlan, Work, plan_pipeline
+from fullstride.engine.pipeline_plan import PipelinePlan
 from fullstride.engine.plan import predict
 from fullstride.model.spec import ModelConfig, num_parameters, parameter_table
 from fullstride.run.bench import check_file, model_config, shown
-from fullstride.run.flops import adapter_elements, model_flops
+from fullstride.run.bubble import planned_pipeline
+from fullstride.run.flops import model_flops
 from fullstride.trainer.remedy import remedy
 from fullstride.trainer.setting import Setting
 
@@ -87,15 +88,6 @@ def memory(setting: Setting, model: ModelConfig, gpu_memory: float) -> dict[str,
     if capacity and total > capacity:
         result["instead"] = remedy(model, setting, options.device, capacity, UNLIMITED, documents=0, shapes=1)
     return result
-
-
-def planned_pipeline(setting: Setting, model: ModelConfig | None) -> PipelinePlan:
-    """The schedule of one update: accumulation's micro-steps pass the pipeline one after another without a drain."""
-    o, work = setting.options, None
-    if model is not None:
-        adapters = adapter_elements(model, o)
-        work = Work(model, adapters, setting.tokens, setting.rows * setting.seq_len**2)
-    return plan_pipeline(o.pp_schedule, o.pp, setting.grad_accum * setting.microbatches, o.pp_chunks, work)
 
 
 def described_pipeline(pipeline: PipelinePlan) -> dict[str, Any]:

@@ -336,6 +336,16 @@ class Trainer:
         """One record a GPU: clocks, power, temperature, fan, memory, utilisation, throttling, PCIe; None on a CPU."""
         return self._call("gpu_info")
 
+    def time_actions(self) -> None:
+        """Measure the forward and backward passes of micro-batches from now on, at some cost: see `action_times`."""
+        self._call("time_actions")
+
+    def action_times(self) -> list[tuple[float, float]]:
+        """By rank since `time_actions`, which must come first and between updates: seconds in which its device was at
+        work on micro-batches (or waited within that: for gathered weights), and seconds from the first one's begin to
+        the last one's end. The difference is what it waited for other stages, and for the host."""
+        return self._call("action_times")
+
     def peak_memory(self) -> int:
         """Bytes at the peak since the last call, the maximum over ranks: of a GPU's allocator, or on a CPU of the
         process."""

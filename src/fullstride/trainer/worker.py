@@ -33,6 +33,7 @@ from fullstride.errors import OutOfMemory
 from fullstride.memory.arena import capacity, free_memory, shortage
 from fullstride.model.spec import ModelConfig
 from fullstride.parallel.comm import Communicator
+from fullstride.parallel.pipeline import ActionTimes
 from fullstride.parallel.presence import Failure
 from fullstride.parallel.rendezvous import join, serve
 from fullstride.trainer.channel import Outcome, TokenMemory, attempt
@@ -149,6 +150,16 @@ class Worker:
 
     def peak_memory(self) -> int:
         return self._peak_memory()
+
+    def time_actions(self) -> None:
+        """Measure from now on: `action_times`."""
+        self._engine.pipeline.times = ActionTimes(self.device)
+
+    def action_times(self) -> tuple[float, float]:
+        """Seconds in a pipeline's actions since `time_actions`, and from the first to the last; the end of it."""
+        times, self._engine.pipeline.times = self._engine.pipeline.times, None
+        assert times is not None, "time_actions comes first"
+        return times.busy_and_span()
 
     def parameters_finite(self) -> bool:
         values = (trained.param for trained in self._engine.state.trained.values())
