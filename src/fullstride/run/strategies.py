@@ -23,8 +23,8 @@ from fullstride.engine.step import split_stages
 from fullstride.errors import ConfigError, UsageError
 from fullstride.run.bench import TOKENS_PER_UPDATE, check_file, model_config, shown
 from fullstride.run.metrics import strategy
+from fullstride.trainer.ranks import find_ranks, launched
 from fullstride.trainer.setting import Setting
-from fullstride.trainer.team import find_ranks, launched
 
 SIZES = ("dp", "pp", "tp")
 OF_PIPELINES = ("pp_schedule", "pp_chunks", "microbatches")
