@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -77,6 +76,7 @@ class Pipeline:
     def __init__(self, schedule: Schedule, mesh: Mesh, stages: Stages) -> None:
         self._schedule, self._mesh, self._stages = schedule, mesh, stages
         self._rank = mesh.pp.rank
+        self._counts: dict[int, int] = {}  # of actions that are ready, by micro-batches supplied
         self._sent: dict[int, Work] = {}  # on a GPU, by the buffer's address
         self._copied: list[Work] = []  # on a CPU, where messages are copied first
         device = mesh.world.device
@@ -95,8 +95,15 @@ class Pipeline:
     def run(self, supplied: int) -> None:
         """Do what can be done in order when the first `supplied` micro-batches are there."""
         order, done = self._left.orders[self._rank], self._done
-        self._done = _ready(self._left, supplied)[self._rank]
+        self._done = self._ready(supplied)
         self._do(order[done : self._done])
+
+    def _ready(self, supplied: int) -> int:
+        if self._left is not self._schedule:
+            return self._left.ready(supplied)[self._rank]
+        if supplied not in self._counts:  # every update asks for the same ones
+            self._counts[supplied] = self._schedule.ready(supplied)[self._rank]
+        return self._counts[supplied]
 
     def drain(self, supplied: int) -> None:
         """Do all that concerns the first `supplied` micro-batches; what is left of the order waits for more. Then the
@@ -180,8 +187,3 @@ class Pipeline:
 def _rows(view: torch.Tensor) -> torch.Tensor:
     """The rows of a matrix [N, n] with what lies between them: contiguous."""
     return view.as_strided((view.shape[0], view.stride(0)), (view.stride(0), 1))
-
-
-@cache
-def _ready(schedule: Schedule, supplied: int) -> list[int]:
-    return schedule.ready(supplied)

@@ -88,10 +88,12 @@ class Schedule:
     def ready(self, supplied: int) -> list[int]:
         """By rank, how many actions can be done while only the first `supplied` micro-batches are there, such that all
         that is sent is received: so no rank is left waiting for what another one does only when there are more."""
-        place = {a: (rank, i) for rank, order in enumerate(self.orders) for i, a in enumerate(order)}
         counts = [
             next((i for i, a in enumerate(order) if a.microbatch >= supplied), len(order)) for order in self.orders
         ]
+        if self.num_ranks == 1:
+            return counts
+        place = {a: (rank, i) for rank, order in enumerate(self.orders) for i, a in enumerate(order)}
 
         def open_end(action: Action) -> bool:
             return any(i >= counts[rank] for rank, i in (place[b] for b in self.across(action) if b in place))
