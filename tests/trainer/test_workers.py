@@ -431,7 +431,7 @@ MARKS = {"save_checkpoint": "latest", "export_model": "model.safetensors", "expo
 # what the first rank does when it writes, and the others when they hand over
 WRITES = {
     "save_checkpoint": (("fullstride.engine.parts_io", "write_parts"), ("fullstride.engine.parts_io", "write_parts")),
-    "export_model": (("fullstride.engine.weights_io", "write_model"), ("fullstride.engine.state", "State.in_turn")),
+    "export_model": (("fullstride.engine.weights_io", "write_model"), ("fullstride.engine.weights_io", "_in_turn")),
     "export_adapter": (
         ("fullstride.engine.weights_io", "save_tensors"),
         ("fullstride.engine.weights_io", "_adapter_tensors"),

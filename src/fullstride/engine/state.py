@@ -14,15 +14,13 @@ from what the backward writes, for which two blocks' buffers are enough.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 
 from fullstride.engine.split import UnitSplit, tables
-from fullstride.errors import ConfigError
 from fullstride.memory.arena import Arena, FlatLayout
 from fullstride.memory.offload import Offloaded
 from fullstride.model.lora import LoraSettings, adapter_columns
@@ -39,7 +37,6 @@ from fullstride.parallel.shards import Part, ShardMap
 from fullstride.parallel.transport import Zeros, make_transport
 from fullstride.parallel.weights import GatheredWeights, ReplicatedWeights, Views, WeightUnit
 
-Brought = TypeVar("Brought")
 Stretch = tuple[slice, bool, bool]  # see engine/split
 
 
@@ -335,32 +332,6 @@ class State:
         u = self.trained[unit]
         named = {"param": u.param, "master": u.master, "m": u.m, "v": u.v}
         return {name: buffer for name, buffer in named.items() if buffer is not None}
-
-    @contextmanager
-    def in_turn(self, units: Sequence[str], bring: Callable[[str], Brought]) -> Iterator[Callable[[str], Brought]]:
-        """For the first rank, which writes files: calls of `bring`, a collective, for `units` in their order.
-
-        The other ranks ask for nothing, and take part at the end. The first one's rest is brought there too, also when
-        files cannot be written, so that nobody waits in vain.
-        """
-        left, brought = list(units), {}
-
-        def get(unit: str) -> Brought:
-            self._comm.check()  # a model is many seconds of writing
-            if unit not in brought:
-                assert unit == left.pop(0), "files are written in the order of units"
-                brought.clear()
-                brought[unit] = bring(unit)
-            return brought[unit]
-
-        try:
-            yield get
-        except (ConfigError, OSError):
-            for unit in list(left):
-                get(unit)
-            raise
-        for unit in list(left):
-            get(unit)
 
     def gradient(self, unit: Unit) -> Views:
         """What this rank holds of the gradient of the loss sum, on the CPU, for debugging: its own rows' sum, or once

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from fullstride.model.hf import (
 )
 from fullstride.model.lora import peft_config, read_peft_config
 from fullstride.model.spec import ModelConfig, Part, Unit
+from fullstride.parallel.comm import Communicator
 from fullstride.parallel.weights import Views
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -63,7 +65,7 @@ def export_model(
     """Write a Hugging Face directory as `dtype`, from the masters where there are any; tokenizer and generation
     settings come from `source`, if given. A collective: the first rank writes, the others hand over their parts."""
     state, units = engine.state, {unit.name: unit for unit in engine.state.base_table}
-    with state.in_turn(list(units), lambda name: _values(engine, units[name])) as values:
+    with _in_turn(engine.comm, list(units), lambda name: _values(engine, units[name])) as values:
         if engine.comm.rank:
             return
 
@@ -82,6 +84,35 @@ def export_model(
             for part in spec.parts
         )
         write_model(directory, engine.config, tensors, dtype=dtype, tokenizer_from=source, overwrite=overwrite)
+
+
+@contextmanager
+def _in_turn(
+    comm: Communicator, units: Sequence[str], bring: Callable[[str], Views]
+) -> Iterator[Callable[[str], Views]]:
+    """For the first rank, which writes files: calls of `bring`, a collective, for `units` in their order.
+
+    The other ranks ask for nothing, and take part at the end. The first one's rest is brought there too, also when
+    files cannot be written, so that nobody waits in vain.
+    """
+    left, brought = list(units), {}
+
+    def get(unit: str) -> Views:
+        comm.check()  # a model is many seconds of writing
+        if unit not in brought:
+            assert unit == left.pop(0), "files are written in the order of units"
+            brought.clear()
+            brought[unit] = bring(unit)
+        return brought[unit]
+
+    try:
+        yield get
+    except (ConfigError, OSError):
+        for unit in list(left):
+            get(unit)
+        raise
+    for unit in list(left):
+        get(unit)
 
 
 def init_weights(engine: Engine, seed: int) -> None:
