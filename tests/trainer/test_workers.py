@@ -434,7 +434,7 @@ WRITES = {
     "export_model": (("fullstride.engine.weights_io", "write_model"), ("fullstride.engine.weights_io", "_in_turn")),
     "export_adapter": (
         ("fullstride.engine.weights_io", "save_tensors"),
-        ("fullstride.engine.weights_io", "_adapter_tensors"),
+        ("fullstride.engine.weights_io", "_values"),
     ),
 }
 
