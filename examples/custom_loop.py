@@ -7,8 +7,9 @@
     torchrun --nproc-per-node 2 examples/custom_loop.py --device cpu --out runs/three
 
 There is no `if __name__ == "__main__":`, and none is needed: the ranks' processes import fullstride, never this file.
-So it also runs from stdin (`python - --gpus 2 < examples/custom_loop.py`). On a GPU, trainer.gpu_info needs the package
-nvidia-ml-py (extra `gpu`).
+So it also runs from stdin (`python - --gpus 2 < examples/custom_loop.py`). Under torchrun all processes run it,
+and the one whose `trainer.leads` is true prints and writes. On a GPU, trainer.gpu_info needs the package nvidia-ml-py
+(extra `gpu`).
 """
 
 import argparse

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.trainer.test_callers import free_port, variables
 from tests.trainer.test_workers import WITHIN, files, workers
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -66,6 +67,23 @@ def test_the_loop_as_a_script_and_resumed_from_stdin(tmp_path: Path) -> None:
     # another run begins with that model, on one worker
     (later,) = run(tmp_path / "later", 1, "--device", "cpu", "--model", str(tmp_path / "whole" / "model"))
     assert later["loss"] < whole[0]["loss"] - 0.5
+
+
+def test_the_loop_under_a_launcher(tmp_path: Path) -> None:
+    """One process prints and writes for both."""
+    words = ["--device", "cpu", "--seq-len", "32", "--every", "2", "--steps", "4", "--out", str(tmp_path / "run")]
+    port = free_port()
+    both = [
+        subprocess.Popen(
+            [sys.executable, str(LOOP), *words], env=variables(rank, port), stdout=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    first, second = (process.communicate(timeout=120)[0] for process in both)
+    assert [process.returncode for process in both] == [0, 0] and second == ""
+    assert first.count("loss ") == 2 and first.count("model: ") == 1
+    rows = (tmp_path / "run" / "losses.jsonl").read_text().splitlines()
+    assert [json.loads(row)["step"] for row in rows] == [1, 2, 3, 4]
 
 
 @pytest.mark.gpu

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
 from fullstride.errors import ConfigError
-from fullstride.files import replace_text, save_tensors, whole_directory
+from fullstride.files import MACHINE, discard_partial, replace_text, save_tensors, whole_directory
 
 
 def contents(directory: Path) -> dict[str, str]:
@@ -45,6 +47,33 @@ def test_a_failed_rename_puts_the_old_one_back(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(OSError, match="no space"), whole_directory(tmp_path / "d", overwrite=True) as new:
         (new / "file").write_text("new")
     assert contents(tmp_path) == {"d/file": "old"}
+
+
+def test_two_at_a_time_are_each_whole_and_the_last_stays(tmp_path: Path) -> None:
+    for there in (False, True):  # before
+        with whole_directory(tmp_path / "d", overwrite=True) as last:
+            (last / "last").write_text("")
+            with whole_directory(tmp_path / "d", overwrite=True) as first:
+                (first / "first").write_text("")
+            assert contents(tmp_path / "d").keys() == {"first"}, there
+        assert contents(tmp_path).keys() == {"d/last"}
+
+
+def test_only_what_nobody_writes_any_more_is_removed(tmp_path: Path) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    owners = {"ended": f"{MACHINE}-{ended.pid}", "alive": f"{MACHINE}-{os.getpid()}"}
+    owners["elsewhere"] = f"{'0' * 8}-{ended.pid}"
+    names = {who: tmp_path / f".d.{owner}-{'a' * 8}.partial" for who, owner in owners.items()}
+    for call in (discard_partial, lambda directory: whole_directory(directory, overwrite=True).__enter__()):
+        for name in names.values():
+            name.mkdir(exist_ok=True)
+        call(tmp_path / "d")
+        assert [who for who, name in names.items() if name.exists()] == ["alive", "elsewhere"]
+    left = tmp_path / f".latest.{owners['ended']}-{'a' * 8}.partial"
+    left.write_text("")
+    replace_text(tmp_path / "latest", "one")
+    assert not left.exists()
 
 
 def test_what_is_not_to_be_overwritten(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ still to do. How ranks meet is in parallel/rendezvous, who of a launcher's proce
 from __future__ import annotations
 
 import ctypes
+import os
 import pickle
 import time
 import weakref
@@ -112,6 +113,8 @@ class Communicator:
         self.rank, self.size, self.lost, self.device = rank, size, False, device
         self.stuck = False  # a wait was given up, and its collective is still under way
         self._group, self._hosts = group, hosts or group
+        if group is not None:
+            _WITH_GROUPS.add(self)
         self._others_wait: weakref.WeakSet[Waiting] = weakref.WeakSet()
         self._meet: Callable[[str, Sequence[int]], Communicator] | None = None
         self._subsets: list[Communicator] = []
@@ -298,14 +301,28 @@ class Communicator:
             subset.close()
         group, hosts, self._group, self._hosts = self._group, self._hosts, None, None
         if self.stuck:  # destroying a Gloo group waits for what is under way: this one stays for the process's life
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(hosts))
+            _keep(hosts)
         if not self.lost:
             self._end(group)
         self.lost = True
 
+    def keep_groups(self) -> None:
+        """In a process that was forked: destroying them would wait for threads that are not there."""
+        for group in (self._group, self._hosts):
+            _keep(group)
+
     def _end(self, group: Any) -> None:
         if group is not None and self.device is not None and self.device.type == "cuda":
             group.abort()
+
+
+def _keep(thing: Any) -> None:
+    """For the process's life."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+
+
+_WITH_GROUPS: weakref.WeakSet[Communicator] = weakref.WeakSet()
+os.register_at_fork(after_in_child=lambda: [comm.keep_groups() for comm in _WITH_GROUPS])
 
 
 @contextmanager
