@@ -85,10 +85,6 @@ def test_refuses_by_name(keys: dict[str, object], message: str) -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("tp", 2),
-        ("pp", 2),
-        ("pp_schedule", "zb-h1"),
-        ("microbatches", 2),
         ("matmul", "fp8"),
         ("offload", ("m", "v")),
         ("offload", ("grads", "weights")),
@@ -104,8 +100,12 @@ def test_what_does_not_work_yet_is_refused_never_ignored(key: str, value: object
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"dp": 2}, r"dp is the number of GPUs.*; got dp = 2 and gpus = 1; leave dp out"),
-        ({"dp": 2, "gpus": 3}, r"got dp = 2 and gpus = 3"),
+        ({"dp": 2}, r"dp is what remains of gpus after pp and tp; got dp = 2, where 1 remain; leave dp out"),
+        ({"dp": 2, "gpus": 8, "pp": 2}, r"got dp = 2, where 4 remain"),
+        ({"pp": 2}, r"gpus must be a multiple of pp x tp; got gpus = 1, pp = 2 and tp = 1; set gpus = 2"),
+        ({"pp": 2, "tp": 2, "gpus": 6}, r"got gpus = 6, pp = 2 and tp = 2; set gpus = 8"),
+        ({"pp_schedule": "zb-h1"}, r"concern pipelines, pp = 2 or more; got pp = 1, pp-schedule = zb-h1"),
+        ({"microbatches": 2}, r"concern pipelines.* microbatches = 2; set pp, or leave them out"),
         ({"zero": 4}, r"zero must be at most 3, got 4"),
         ({"gpus": -1}, r"gpus must be at least 0, got -1"),
         ({"grad_reduce": "all-to-all"}, r"from zero = 2 on; got zero = 1; set zero = 2, or leave grad-reduce out"),

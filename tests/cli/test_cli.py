@@ -28,7 +28,7 @@ from tests.run.conftest import make_model, write_rows
         (["train"], 2, r"unknown command 'train'"),
         (["finetune"], 2, r"model is missing"),
         (["finetune", "--modle", "x"], 2, r"unknown key 'modle'; the nearest is 'model'"),
-        (["finetune", "--model", "x", "--data", "y", "--gpus", "2", "--dp", "1"], 2, r"dp is the number of GPUs"),
+        (["finetune", "--model", "x", "--data", "y", "--gpus", "2", "--dp", "1"], 2, r"dp is what remains of gpus"),
         (["finetune", "--model", "/nowhere", "--data", "sample", "--device", "cpu"], 1, r"no such directory: /nowhere"),
         (["finetune", "nowhere.toml"], 1, r"nowhere\.toml: no such file"),
         (["generate", "--model", "x"], 2, r"give either prompt or prompt-file"),

@@ -51,13 +51,13 @@ def test_columns_of_a_whole(place: Place, accumulate: bool) -> None:
     """A part's masks are those that the whole has there, with rows before it too."""
     from fullstride.kernels.dropout import dropout
 
-    rng, number, threshold = torch.tensor([11, 2, 1]), stream(DROPOUT, 9), keep_threshold(0.5)
+    rng, number, threshold = torch.tensor([11, 2, 1, 5]), stream(DROPOUT, 9), keep_threshold(0.5)
     whole = place.randn(37, 3 * 136)
-    expected = dropout_ref(high(whole), 0.5, rng, number, 5)
+    expected = dropout_ref(high(whole), 0.5, rng, number)
     for first in (0, 136, 272):
         part = whole[:, first : first + 136]
         out = place.randn(37, 136) if accumulate else place.poisoned(37, 136)
         its = expected[:, first : first + 136] + (high(out) if accumulate else 0)
-        assert torch.equal(dropout_ref(high(part), 0.5, rng, number, 5, first, 408), expected[:, first : first + 136])
-        dropout(part, threshold, keep_scale(threshold), place.put(rng), number, out, accumulate, 5, first, 408)
+        assert torch.equal(dropout_ref(high(part), 0.5, rng, number, first, 408), expected[:, first : first + 136])
+        dropout(part, threshold, keep_scale(threshold), place.put(rng), number, out, accumulate, first, 408)
         assert_close(out, its)

@@ -222,7 +222,7 @@ class TestAPair:
         wrong = targets.copy()
         wrong[3, 5] = 31
         calls: dict[str, Callable[[], object]] = {
-            r"int32 \[4, 6\] \(world_size \* batch_size, seq_len\), got int32 \[2, 6\]": lambda: pair.step(
+            r"int32 \[4, 6\] \(dp \* batch_size, seq_len\), got int32 \[2, 6\]": lambda: pair.step(
                 inputs[:2], targets[:2]
             ),
             r"got int64": lambda: pair.step(inputs.astype(np.int64), targets),
@@ -253,7 +253,7 @@ class TestAPair:
         monkeypatch.chdir(tmp_path)  # the workers are elsewhere
         with pytest.raises(OSError, match="file"):  # only the rank that writes meets it
             pair.save_checkpoint("file", 1)
-        with pytest.raises(ConfigError, match="extra must hold what JSON can"):
+        with pytest.raises(ConfigError, match="extra must be a dict of what JSON can hold"):
             pair.save_checkpoint("run", 1, {"path": tmp_path})
         pair.save_checkpoint("run", 7, {"mark": 1})
         pair.export_model("model")
@@ -341,7 +341,7 @@ FAULTS = {
     "kill": ("os.kill(os.getpid(), signal.SIGKILL)", WorkerError, "rank 1 was killed by SIGKILL"),
     "abort": ("os.abort()", WorkerError, "rank 1 was killed by SIGABRT"),
     "exit": ("os._exit(3)", WorkerError, "rank 1 exited with status 3"),
-    "little memory": ("return 10_000", OutOfMemory, "rank 1: out of memory on cpu: segment 'batch' asks for .* kB"),
+    "little memory": ("return 10_000", OutOfMemory, "rank 1: out of memory on cpu: segment 'weights' asks for .* kB"),
     "memory": (
         "raise torch.OutOfMemoryError('Tried to allocate 2 GiB')",
         OutOfMemory,

@@ -36,6 +36,8 @@ PARTS = (
             "cross_entropy_kernel",
             "dropout_kernel",
             "gather_rows_kernel",
+            "part_bwd_kernel",
+            "part_terms_kernel",
             "rms_norm_bwd_kernel",
             "rms_norm_fwd_kernel",
             "rope_bwd_kernel",
