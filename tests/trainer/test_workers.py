@@ -544,8 +544,9 @@ def start(code: str, words: tuple[str, ...] = ("-",)) -> subprocess.Popen:
     ],
     ids=["ctrl-c", "kill-with-fork", "kill-idle"],
 )
-def test_the_caller_is_ended(way: signal.Signals, program: str) -> None:
+def test_the_caller_is_ended(way: signal.Signals, program: str, request: pytest.FixtureRequest) -> None:
     caller = start(program)
+    request.addfinalizer(caller.kill)  # one that is not ended would train for ever
     assert caller.stdout is not None and caller.stdout.readline() == "go\n"
     time.sleep(0.2)
     assert len(workers(caller.pid)) == 2
