@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fullstride.config import DTYPES, FLASH4_VERSION, LORA_TARGETS, FinetuneConfig, Options, resolve_attention
+from fullstride.config import DTYPES, FLASH4_VERSION, LORA_TARGETS, Options, resolve_attention
 from fullstride.config.commands import BenchConfig, GenerateConfig, PlanConfig
 from fullstride.config.keys import BOUNDS, build, dump_toml, help_text, parse
+from fullstride.config.training import FinetuneConfig
 from fullstride.data.chat import Supervise, Truncate
 from fullstride.engine.lr import SCHEDULES
 from fullstride.errors import ConfigError, UsageError

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from fullstride.config import FinetuneConfig
 from fullstride.config.keys import parse, read_toml
 from fullstride.config.rules import check_rules
+from fullstride.config.training import FinetuneConfig
 from fullstride.errors import UsageError
 from fullstride.run.metrics import strategy
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from fullstride.data.chat import Example
 from fullstride.data.loader import Batch, Loader
+from fullstride.data.packing import PackedRows
 
 PAD = 2
 
@@ -26,7 +27,8 @@ def numbered(num: int, length: int = 4) -> list[Example]:
 
 
 def loader(examples: list[Example], seq_len: int = 4, batch_size: int = 2, packing: bool = True, **keys) -> Loader:
-    return Loader(examples, seq_len, batch_size, packing, seed=keys.pop("seed", 42), pad_id=PAD, **keys)
+    rows = PackedRows(examples, seq_len, packing)
+    return Loader(rows, batch_size, seed=keys.pop("seed", 42), pad_id=PAD, **keys)
 
 
 def window_ids(window: list[Batch]) -> list[list[int]]:

@@ -18,6 +18,7 @@ import torch
 from fullstride import ModelConfig, Options, Trainer
 from fullstride.data.chat import Example
 from fullstride.data.loader import Loader
+from fullstride.data.packing import PackedRows
 from fullstride.engine.step import Engine
 from fullstride.engine.weights_io import init_weights
 from fullstride.parallel.comm import Communicator
@@ -176,11 +177,11 @@ def run_rank(
     comm: Communicator | None, split: Split, optimizer: str, method: dict, directory: Path, model: str
 ) -> Trace:
     """What one process does of `run`."""
-    packed = len(Loader(examples(), SEQ_LEN, 1, split.packing, 0, 0, shuffle=False).rows)
+    rows = PackedRows(examples(), SEQ_LEN, split.packing)
     # rows that are no multiple of the pieces are filled up with empty ones
     pieces = split.accumulation * split.dp * split.microbatches
-    batch_size = -(-packed // pieces) * split.microbatches
-    loader = Loader(examples(), SEQ_LEN, batch_size * split.dp, split.packing, 0, 0, shuffle=False)
+    batch_size = -(-len(rows) // pieces) * split.microbatches
+    loader = Loader(rows, batch_size * split.dp, 0, 0, shuffle=False)
     trainer, trace = make_trainer(split, method, batch_size, model, comm), Trace()
     for step in range(1, UPDATES + 1):
         for batch in loader.next_window(split.accumulation):

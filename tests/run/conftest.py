@@ -13,8 +13,9 @@ from transformers import PreTrainedTokenizerFast
 
 from fullstride.config import Options
 from fullstride.model.spec import ModelConfig
-from fullstride.run.finetune import FinetuneResult, finetune
+from fullstride.run.finetune import finetune
 from fullstride.run.metrics import read_metrics
+from fullstride.run.training import RunResult
 from fullstride.trainer.trainer import Trainer
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -90,7 +91,7 @@ def keys(model: Path, data: Path, out: Path, **more: Any) -> dict[str, Any]:
     return {"model": str(model), "data": str(data), "out": str(out), **small, **more}
 
 
-def run(model: Path, data: Path, out: Path, **more: Any) -> FinetuneResult:
+def run(model: Path, data: Path, out: Path, **more: Any) -> RunResult:
     """fs.finetune with the keys of a quick run."""
     return finetune(**keys(model, data, out, **more))
 

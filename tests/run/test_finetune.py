@@ -17,10 +17,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fullstride as fs
-from fullstride.config import FinetuneConfig
 from fullstride.config.keys import parse
+from fullstride.config.training import FinetuneConfig
 from fullstride.errors import ConfigError, DataError, UsageError
-from fullstride.run import finetune as module
+from fullstride.run import training as module
+from fullstride.run.finetune import run_finetune
 from fullstride.run.metrics import COLUMNS, read_events, read_metrics
 from tests.run.conftest import TINY, VOCABULARY, damaged, exact, make_model, run, tree, write_rows
 
@@ -125,7 +126,7 @@ def test_python_and_toml_give_one_run(model_dir: Path, data_dir: Path, tmp_path:
     assert (config.out, config.data) == (str(tmp_path / "runs" / "first"), str(data_dir))
     monkeypatch.chdir("/")
     again = parse(FinetuneConfig, [str(tmp_path / "runs/first/run.toml"), "--out", str(tmp_path / "second")])
-    module.run_finetune(again)
+    run_finetune(again)
     assert exact(tmp_path / "second") == exact(tmp_path / "runs" / "first")
 
 

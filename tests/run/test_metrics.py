@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fullstride.data.chat import Example
 from fullstride.data.loader import Loader
+from fullstride.data.packing import PackedRows
 from fullstride.errors import ConfigError
 from fullstride.run.metrics import COLUMNS, EventLog, MetricsFile, read_events, read_metrics, update_row
 from fullstride.run.plot import sketch
@@ -89,7 +90,7 @@ def test_case_1_the_csv_has_the_mean_over_all_tokens_of_an_update(
 def test_case_25_tokens_per_second_count_no_padding() -> None:
     """Rows of 10 and 90 tokens padded to 90, 30 supervised, 1 second: 100 (padded would be 180)."""
     examples = [Example(np.arange(n, dtype=np.int32), np.arange(n) >= n - k, "f", 1) for n, k in ((10, 5), (90, 25))]
-    window = Loader(examples, 90, 2, packing=False, seed=0, pad_id=0).next_window(1)
+    window = Loader(PackedRows(examples, 90, packing=False), 2, seed=0, pad_id=0).next_window(1)
     tokens = sum(batch.tokens for batch in window)
     made = update_row(epoch=1, step=1, metrics=LOSS, lr=0.1, tokens=tokens, seconds=1.0, peak_bytes=0, mfu=None)
     assert (made["tokens_per_sec"], made["tokens"], made["supervised_tokens"]) == (100, 100, 30)

@@ -18,11 +18,12 @@ import pytest
 from safetensors.torch import load_file
 
 from fullstride.cli.main import main
-from fullstride.config import FinetuneConfig
 from fullstride.config.keys import parse
+from fullstride.config.training import FinetuneConfig
 from fullstride.data.loader import Batch, Loader
-from fullstride.run.finetune import Run, run_finetune
+from fullstride.run.finetune import run_finetune
 from fullstride.run.metrics import read_events, read_metrics
+from fullstride.run.training import Run
 from fullstride.trainer.trainer import Trainer
 from tests.run.conftest import exact, keys, run, write_rows
 from tests.trainer.test_workers import workers

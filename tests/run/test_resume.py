@@ -10,11 +10,12 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 import fullstride as fs
-from fullstride.config import FinetuneConfig
 from fullstride.config.keys import build, parse
+from fullstride.config.training import FinetuneConfig
 from fullstride.errors import ConfigError
 from fullstride.run import directory as directory_module
-from fullstride.run import finetune as module
+from fullstride.run import training as module
+from fullstride.run.finetune import run_finetune
 from fullstride.run.inputs import EDGE, weights_digest
 from fullstride.run.interrupt import Stopped
 from fullstride.run.metrics import read_events, read_metrics
@@ -377,7 +378,7 @@ def test_every_run_toml_can_be_run_again(model_dir: Path, tmp_path: Path, monkey
     run(model.relative_to(here), Path(data), Path("r,un"), steps=1)
     monkeypatch.chdir("/")
     config = parse(FinetuneConfig, [str(here / "r,un" / "run.toml"), "--steps", "2"])
-    assert module.run_finetune(config).steps == 2
+    assert run_finetune(config).steps == 2
 
 
 # ---- interruption and failure

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from fullstride import ConfigError, ModelConfig, Options, OutOfMemory, Trainer
-from fullstride.config import FinetuneConfig
 from fullstride.config.keys import parse
+from fullstride.config.training import FinetuneConfig
 from fullstride.engine.plan import LIBRARIES, predict
 from fullstride.memory import arena
 from fullstride.model.presets import preset

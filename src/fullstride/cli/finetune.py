@@ -1,6 +1,6 @@
 """`fullstride finetune`."""
 
-from fullstride.config import FinetuneConfig as Config
+from fullstride.config.training import FinetuneConfig as Config
 
 SUMMARY = "supervised fine-tuning (LoRA or full) on chat, prompt/completion or meeting rows"
 POSITIONAL = ()

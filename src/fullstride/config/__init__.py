@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Self
 
 from fullstride.config.keys import check_fields, dashed, key
-from fullstride.config.rules import check_decay, check_rules
+from fullstride.config.rules import check_rules
 from fullstride.errors import ConfigError, UsageError
 
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -199,78 +199,3 @@ class CommandOptions(Options):
     def options(self) -> Options:
         """The part that the Trainer takes."""
         return Options(**{f.name: getattr(self, f.name) for f in dataclasses.fields(Options)})
-
-
-@dataclass(frozen=True)
-class FinetuneConfig(CommandOptions):
-    """All keys of `finetune`: those of the run, then the Trainer's options. Raises UsageError as Options does."""
-
-    model: str = key("", "directory, or Hub id found in the local cache or downloaded", required=True)
-    data: str = key(
-        "",
-        "JSONL file(s), a directory (trains on its train.jsonl, evaluates on validation.jsonl, else test.jsonl), "
-        "sample, a Hub id, or ami (that Hub set: trains on train and validation, evaluates on test)",
-        required=True,
-    )
-    eval_data: str = key("", "rows to evaluate on; automatic: those that the data directory or set has")
-    out: str = key("", "run directory; automatic: runs/NAME", may_change=True)
-    name: str = key("", "name of the run; automatic: MODEL-DATA", may_change=True)
-    method: str = key("lora", "what trains", choices=("full", "lora"))
-    adapter: str = key("", "PEFT directory to continue from")
-    train_on: str = key("all", "supervise every assistant turn, or the last only", choices=("all", "last"))
-    seq_len: int = key(1024, "tokens per row", at_least=2)
-    batch_size: int = key(4, "rows per micro-step", at_least=1)
-    grad_accum: int = key(4, "micro-steps per update", at_least=1)
-    steps: int | None = key(None, "updates, instead of epochs", at_least=1, may_change=True, instead_of="epochs")
-    epochs: int | None = key(
-        None, "passes over the data; automatic: 3", at_least=1, may_change=True, instead_of="steps"
-    )
-    lr: float | None = key(None, "learning rate; automatic: 2e-4 for LoRA, 1e-5 for full", above=0, at_most=MOST_LR)
-    schedule: str = key("cosine", "how the rate falls", choices=("cosine", "linear", "constant", "wsd"))
-    warmup: float = key(0.0, "updates, or a fraction of all updates when below 1; less than the run", at_least=0)
-    final_lr_fraction: float = key(0.1, "the last rate as a fraction of lr", at_least=0, at_most=1)
-    weight_decay: float = key(0.01, "AdamW's decoupled decay", at_least=0)
-    beta1: float = key(0.9, "AdamW", at_least=0, below=1)
-    beta2: float = key(0.95, "AdamW", at_least=0, below=1)
-    eps: float = key(1e-8, "AdamW", at_least=LEAST_EPS)
-    grad_clip: float = key(1.0, "largest global gradient norm; 0: off", at_least=0)
-    packing: bool = key(True, "fill rows with whole documents that do not see each other")
-    truncate: str = key("prompt-start", "what happens to rows over seq-len", choices=("prompt-start", "drop", "error"))
-    eval_every: int = key(
-        0, "updates between evaluations (always at the start and the end)", at_least=0, may_change=True
-    )
-    save_every: int = key(0, "updates between checkpoints (always at the end)", at_least=0, may_change=True)
-    keep: int = key(2, "checkpoints kept", at_least=1, may_change=True)
-    keep_best: bool = key(False, "keep the best by eval-loss too", now=(False,), may_change=True)
-    resume: int | str = key("auto", "auto (the newest checkpoint, if any), a step, or never", may_change=True)
-    export_dtype: str = key("", "precision of the exported model; automatic: dtype", choices=DTYPES)
-    profile: int = key(0, "trace of so many updates", now=(0,))
-    log: tuple[str, ...] = key((), "sinks beside CSV and JSONL", now=((),), may_change=True)
-    dry_run: bool = key(False, "show what the rows become; train nothing, write nothing", may_change=True)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.steps is not None and self.epochs is not None:
-            raise UsageError(f"steps = {self.steps} and epochs = {self.epochs} contradict each other; give one of them")
-        if self.steps is None and self.epochs is None:
-            object.__setattr__(self, "epochs", 3)
-        if self.warmup >= 1 and self.warmup != int(self.warmup):
-            raise UsageError(f"warmup must be a whole number of updates, or a fraction below 1, got {self.warmup}")
-        check_decay(self.rate, self.weight_decay)
-        if isinstance(self.resume, str) and self.resume not in ("auto", "never"):
-            raise UsageError(f"resume must be auto, never or a step, got {self.resume!r}")
-        if isinstance(self.resume, int) and self.resume < 1:
-            raise UsageError(f"resume must be auto, never or a step of at least 1, got {self.resume}")
-        if self.adapter and self.method == "full":
-            raise UsageError("adapter contradicts method = full; set method = lora or leave it out")
-        if self.export_dtype and self.method == "lora":
-            raise UsageError("export-dtype concerns method = full; an adapter is saved in the precision it trains in")
-
-    def resolved(self) -> Self:
-        """See Options.resolved; the learning rate is decided too."""
-        return dataclasses.replace(super().resolved(), lr=self.rate)
-
-    @property
-    def rate(self) -> float:
-        """The learning rate, also where `lr` is automatic."""
-        return self.lr if self.lr is not None else 2e-4 if self.method == "lora" else 1e-5

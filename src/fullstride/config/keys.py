@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import inspect
 import json
 import math
 import operator
@@ -79,9 +80,10 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 
 def fields_of(config: Any) -> list[dataclasses.Field[Any]]:
-    """The fields of a configuration (class or instance): its own first, then those of the class that it extends."""
-    own = (config if isinstance(config, type) else type(config)).__annotations__
-    return sorted(dataclasses.fields(config), key=lambda f: list(own).index(f.name) if f.name in own else len(own))
+    """The fields of a configuration (class or instance): its own first, then those of the classes that it extends."""
+    cls = config if isinstance(config, type) else type(config)
+    order = [name for c in cls.__mro__ for name in inspect.get_annotations(c)]
+    return sorted(dataclasses.fields(config), key=lambda f: order.index(f.name))
 
 
 def check_fields(config: Any) -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
-
-from fullstride.data.chat import Example
-from fullstride.data.packing import one_per_row, pack
 
 IGNORED = -100
 
@@ -31,37 +29,58 @@ class Batch:
     row_ids: list[int]
 
 
+class Rows(Protocol):
+    """What a loader deals: rows of at most `seq_len` tokens, which hold `num_tokens` together.
+
+    `packing` says whether a row may hold several documents, which do not see each other then.
+    """
+
+    seq_len: int
+    packing: bool
+    num_tokens: int
+
+    def __len__(self) -> int:
+        """The number of rows."""
+        ...
+
+    def write(self, row: int, inputs: np.ndarray, targets: np.ndarray, documents: np.ndarray) -> int:
+        """Write one row into three int32 [T], as Batch says, which hold padding, -100 and 0; returns its tokens."""
+        ...
+
+    def lengths(self, row: int) -> list[int]:
+        """The lengths of a row's documents."""
+        ...
+
+    def where(self, row: int) -> list[str]:
+        """Where in which file its documents come from, for messages."""
+        ...
+
+    def describe(self) -> str:
+        """Their documents and tokens, for people."""
+        ...
+
+    def digest(self) -> str:
+        """What they are, in words that can be compared: a resumed run must find the same."""
+        ...
+
+
 class Loader:
     """Deals every row exactly once per epoch.
 
-    Rows are packed once, and reshuffled in each epoch with a generator keyed by seed + epoch. `batch_size` counts the
+    Rows are reshuffled in each epoch with a generator keyed by seed + epoch. `batch_size` counts the
     rows of one micro-batch over all data-parallel ranks. Nothing else is state but `position`, so a new loader that is
     sought to a saved position goes on exactly.
     """
 
-    def __init__(
-        self,
-        examples: Sequence[Example],
-        seq_len: int,
-        batch_size: int,
-        packing: bool,
-        seed: int,
-        pad_id: int,
-        shuffle: bool = True,
-    ) -> None:
-        lengths = np.array([len(example.ids) for example in examples], dtype=np.int64)
-        assert len(lengths) and lengths.max() <= seq_len, "examples are encoded for this seq_len, and there are some"
-        self.rows = pack(lengths, seq_len) if packing else one_per_row(len(examples))
-        self.num_tokens = int(lengths.sum())
+    def __init__(self, rows: Rows, batch_size: int, seed: int, pad_id: int, shuffle: bool = True) -> None:
+        assert len(rows), "there is something to deal"
+        self.rows = rows
         self.position = 0
-        self._examples = examples
-        self._seq_len = seq_len
         self._batch_size = batch_size
-        self._packing = packing
         self._seed = seed
         self._pad_id = pad_id
         self._shuffle = shuffle
-        self._order = (-1, np.arange(len(self.rows)))  # epoch, and its order of rows
+        self._order = (-1, np.arange(len(rows)))  # epoch, and its order of rows
 
     @property
     def rows_per_epoch(self) -> int:
@@ -75,7 +94,7 @@ class Loader:
     @property
     def padding_share(self) -> float:
         """Fraction of all positions of an epoch's rows that hold padding."""
-        return 1 - self.num_tokens / (self.rows_per_epoch * self._seq_len)
+        return 1 - self.rows.num_tokens / (self.rows_per_epoch * self.rows.seq_len)
 
     def updates_per_epoch(self, grad_accum: int) -> int:
         return -(-self.rows_per_epoch // (self._batch_size * grad_accum))
@@ -120,20 +139,10 @@ class Loader:
             yield self._batch(row_ids[begin : begin + self._batch_size].tolist())
 
     def _batch(self, row_ids: list[int]) -> Batch:
-        shape = (self._batch_size, self._seq_len)
+        shape = (self._batch_size, self.rows.seq_len)
         inputs = np.full(shape, self._pad_id, dtype=np.int32)
         targets = np.full(shape, IGNORED, dtype=np.int32)
         documents = np.zeros(shape, dtype=np.int32)
-        tokens = 0
-        for b, row_id in enumerate(row_ids):
-            begin = 0
-            for number, document in enumerate(self.rows[row_id]):
-                example = self._examples[document]
-                end = begin + len(example.ids)
-                inputs[b, begin:end] = example.ids
-                targets[b, begin : end - 1] = np.where(example.supervised, example.ids, IGNORED)[1:]
-                documents[b, end:] = number + 1
-                begin = end
-            tokens += begin
+        tokens = sum(self.rows.write(row, inputs[b], targets[b], documents[b]) for b, row in enumerate(row_ids))
         supervised = int(np.count_nonzero(targets != IGNORED))
-        return Batch(inputs, targets, documents if self._packing else None, tokens, supervised, row_ids)
+        return Batch(inputs, targets, documents if self.rows.packing else None, tokens, supervised, row_ids)

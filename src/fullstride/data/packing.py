@@ -2,9 +2,72 @@
 
 from __future__ import annotations
 
+import hashlib
 from bisect import bisect_left, insort
+from collections.abc import Sequence
 
 import numpy as np
+
+from fullstride.data.chat import Example
+from fullstride.data.loader import IGNORED
+
+DIGITS = 16  # of a digest in hexadecimal; 64 bits
+
+
+class PackedRows:
+    """Examples as rows for a Loader: several a row with `packing`, else one.
+
+    `documents[row]` are the numbers of the examples in a row, in order.
+    """
+
+    def __init__(self, examples: Sequence[Example], seq_len: int, packing: bool) -> None:
+        lengths = np.array([len(example.ids) for example in examples], dtype=np.int64)
+        assert len(lengths) == 0 or lengths.max() <= seq_len, "examples are encoded for this seq_len"
+        self.examples, self.seq_len, self.packing = examples, seq_len, packing
+        self.documents = pack(lengths, seq_len) if packing else one_per_row(len(examples))
+        self.num_tokens = int(lengths.sum())
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def of(self, row: int) -> list[Example]:
+        """The examples in a row."""
+        return [self.examples[i] for i in self.documents[row]]
+
+    def write(self, row: int, inputs: np.ndarray, targets: np.ndarray, documents: np.ndarray) -> int:
+        """See Rows."""
+        begin = 0
+        for number, example in enumerate(self.of(row)):
+            end = begin + len(example.ids)
+            inputs[begin:end] = example.ids
+            targets[begin : end - 1] = np.where(example.supervised, example.ids, IGNORED)[1:]
+            documents[end:] = number + 1
+            begin = end
+        return begin
+
+    def lengths(self, row: int) -> list[int]:
+        """See Rows."""
+        return [len(example.ids) for example in self.of(row)]
+
+    def where(self, row: int) -> list[str]:
+        """See Rows."""
+        return [f"{example.file} line {example.line}" for example in self.of(row)]
+
+    def describe(self) -> str:
+        """See Rows."""
+        supervised = sum(int(example.supervised.sum()) for example in self.examples)
+        return f"{len(self.examples):,} documents, {self.num_tokens:,} tokens ({supervised:,} supervised)"
+
+    def digest(self) -> str:
+        """Counts, and a SHA-256 over ids and masks of all documents in the order of the rows."""
+        digest = hashlib.sha256()
+        for row in range(len(self)):
+            digest.update(len(self.documents[row]).to_bytes(8, "little"))
+            for example in self.of(row):
+                digest.update(len(example.ids).to_bytes(8, "little"))
+                digest.update(example.ids.tobytes())
+                digest.update(example.supervised.tobytes())
+        return f"{len(self)} rows of {self.num_tokens} tokens (sha256 {digest.hexdigest()[:DIGITS]})"
 
 
 def pack(lengths: np.ndarray, seq_len: int) -> list[list[int]]:

@@ -7,17 +7,19 @@ from pathlib import Path
 
 import torch
 
-from fullstride.config import FinetuneConfig, default_dtype, resolve_device
+from fullstride.config import default_dtype, resolve_device
+from fullstride.config.training import FinetuneConfig
 from fullstride.data.report import Report
 from fullstride.data.rows import Row
 from fullstride.data.sources import load_eval
 from fullstride.engine.decode import Decoder
-from fullstride.run.finetune import FinetuneResult, run_finetune
+from fullstride.run.finetune import run_finetune
 from fullstride.run.generate import chat_ids, stop_ids, tokens
 from fullstride.run.gguf import import_gguf, packaged_smollm2
 from fullstride.run.metrics import read_metrics
 from fullstride.run.plot import sketch
 from fullstride.run.source import load_tokenizer
+from fullstride.run.training import RunResult
 from fullstride.trainer.trainer import DTYPES
 
 CPU_STEPS = 19  # about 8,100 tokens: a minute or two on two cores
@@ -25,7 +27,7 @@ GPU_EPOCHS = 2
 MOST_NEW_TOKENS = 90
 
 
-def demo(out: str, device: str) -> FinetuneResult:
+def demo(out: str, device: str) -> RunResult:
     """Import the packaged model into `out`/demo-model, fine-tune it into `out`/demo-DEVICE, and show what changed.
 
     Raises ConfigError when the packages that carry the model and read it are missing.
@@ -71,7 +73,7 @@ def summary(model: Path, adapter: Path | None, row: Row, device: str) -> str:
     return text if ids[-1] in stops else text + " ..."
 
 
-def story(row: Row, before: str, after: str, result: FinetuneResult) -> list[str]:
+def story(row: Row, before: str, after: str, result: RunResult) -> list[str]:
     """What the demonstration shows at its end."""
     assert row.messages is not None and result.eval_loss is not None and result.eval_loss_before is not None
     losses = [float(r["loss"]) for r in read_metrics(result.out / "metrics.csv")]

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from fullstride.config import FinetuneConfig
 from fullstride.config.keys import build, dashed, dump_toml, read_toml
+from fullstride.config.training import TrainingConfig
 from fullstride.engine.checkpoint import LATEST, checkpoint_name, find_checkpoint, step_of, steps
 from fullstride.errors import ConfigError
 from fullstride.files import replace_text
@@ -36,7 +36,7 @@ class RunDirectory:
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
-    def start_step(self, config: FinetuneConfig) -> int:
+    def start_step(self, config: TrainingConfig) -> int:
         """The step to resume from, 0 to start anew. Raises ConfigError when the directory belongs to something else."""
         if not self.path.exists():
             found = False
@@ -62,14 +62,16 @@ class RunDirectory:
         rows = metrics.read_text(encoding="utf-8").splitlines()[1:] if metrics.is_file() else []
         return bool(rows) or self.checkpoints.exists()
 
-    def _check_same_run(self, config: FinetuneConfig) -> None:
+    def _check_same_run(self, config: TrainingConfig) -> None:
         try:
-            old = build(FinetuneConfig, read_toml(self.config_file))
+            old = build(type(config), read_toml(self.config_file))
         except ConfigError as error:
-            raise ConfigError(f"out: {self.config_file} is not a run of this version ({error})") from None
+            raise ConfigError(
+                f"out: {self.config_file} is not a run of {config.command} of this version ({error})"
+            ) from None
         changed = [
             f"{dashed(f.name)} was {getattr(old, f.name)!r}, now {getattr(config, f.name)!r}"
-            for f in dataclasses.fields(FinetuneConfig)
+            for f in dataclasses.fields(config)
             if not f.metadata["may_change"] and getattr(old, f.name) != getattr(config, f.name)
         ]
         if changed:
@@ -106,7 +108,7 @@ class RunDirectory:
             with self.lock():
                 pass
 
-    def create(self, config: FinetuneConfig) -> None:
+    def create(self, config: TrainingConfig) -> None:
         """Write run.toml; running that goes on with the run, whatever `resume` was this time."""
         replace_text(self.config_file, dump_toml(dataclasses.replace(config, resume="auto")))
 

@@ -3,26 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from pathlib import Path
 
-from fullstride.data.chat import Example
-from fullstride.data.loader import Loader
+from fullstride.data.packing import DIGITS
 
 EDGE = 2**20  # bytes read at each end of a file of weights
-DIGITS = 16  # of a digest in hexadecimal; 64 bits
-
-
-def data_digest(examples: Sequence[Example], loader: Loader) -> str:
-    """Counts, and a SHA-256 over ids and masks of all documents in the order of the loader's rows."""
-    digest = hashlib.sha256()
-    for row in loader.rows:
-        digest.update(len(row).to_bytes(8, "little"))
-        for i in row:
-            digest.update(len(examples[i].ids).to_bytes(8, "little"))
-            digest.update(examples[i].ids.tobytes())
-            digest.update(examples[i].supervised.tobytes())
-    return f"{loader.rows_per_epoch} rows of {loader.num_tokens} tokens (sha256 {digest.hexdigest()[:DIGITS]})"
 
 
 def weights_digest(directory: Path) -> str:
