@@ -100,11 +100,12 @@ def test_gpu_runs_equal_the_cpus(optimizer: str, method: str, tmp_path: Path) ->
     settings = {} if method == "full" else harness.LORA
     reference = harness.run(harness.Split(), optimizer, settings, tmp_path)
     on_gpu = harness.run(harness.Split(device="cuda"), optimizer, settings, tmp_path)
-    for split in (
-        harness.Split(device="cuda", packing=True, accumulation=2, head_chunks=3),
-        harness.Split(device="cuda", recompute=("block",), resume_after=3),
-    ):
-        harness.check_equal(harness.run(split, optimizer, settings, tmp_path / str(split)), on_gpu)
+    splits = {
+        "packed": harness.Split(device="cuda", packing=True, accumulation=2, head_chunks=3),
+        "resumed": harness.Split(device="cuda", recompute=("block",), resume_after=3),
+    }
+    for name, split in splits.items():
+        harness.check_equal(harness.run(split, optimizer, settings, tmp_path / name), on_gpu)
     # another exponential, and products summed in other orders: a few units more than between splits of one device
     harness.check_equal(on_gpu, reference, tolerance=5e-5)
 

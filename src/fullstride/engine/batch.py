@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ GROWTH = 4  # of the places for documents
 STAGES = 4  # micro-batches that may be on their way to a GPU
 # attention's operations launch a document per place of a grid's second or third dimension; CUDA has so many of those
 MOST_PLACES = 2**16 - 1
+FILLS = {"ids": 0, "positions": 0, "index": -1, "targets": IGNORED, "boundaries": None}  # None: the number of tokens
 FIRST_POSITIONS = 1024  # `loss_1k` is over these positions of each row
 
 
@@ -150,6 +152,10 @@ class DeviceBatch:
         device = arena.zeros("batch", (layout.size,), torch.int32)
         self._staging = Staging(device, "batch", arena)
         self._words = [] if device.is_meta else [_arrays(layout, buffer) for buffer in self._staging.buffers]
+        # of every staging buffer, what was written last and how long it was: what all rows have in common stays there
+        self._written: list[dict[str, tuple[Any, int]]] = [
+            {name: (None, len(words[name])) for name in FILLS} for words in self._words
+        ]
         parts = layout.views(device)
         self.rng, self.z_loss = parts["rng"].view(torch.int64), parts["z_loss"].view(torch.float32)
         self.ids, self.positions, self._boundaries = parts["ids"], parts["positions"], parts["boundaries"]
@@ -159,13 +165,17 @@ class DeviceBatch:
 
     def load(self, host: HostBatch, rng: tuple[int, int, int, int], z_loss: float) -> None:
         """Copy a micro-batch in, without waiting; afterwards `documents` and `head` describe it."""
-        words, n = self._words[self._staging.next()], self.rows * self.seq_len
+        turn, n = self._staging.next(), self.rows * self.seq_len
+        words, written = self._words[turn], self._written[turn]
         words["rng"].view(np.int64)[:] = rng
         words["z_loss"].view(np.float32)[:] = z_loss
-        for name, fill in (("ids", 0), ("positions", 0), ("index", -1), ("targets", IGNORED), ("boundaries", n)):
-            values, target = getattr(host, name), words[name]
+        for name, fill in FILLS.items():
+            values, target, (last, length) = getattr(host, name), words[name], written[name]
+            if values is last and not values.flags.writeable:
+                continue
             target[: len(values)] = values
-            target[len(values) :] = fill
+            target[len(values) : length] = n if fill is None else fill
+            written[name] = values, len(values)
         self._staging.send()
         places = document_places(host.most, self.rows, n) if host.packed else self.rows
         boundaries = self._boundaries[: places + 1]

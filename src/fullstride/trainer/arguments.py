@@ -89,7 +89,10 @@ def plain(name: str, array: Array, rows: int, seq_len: int, rows_are: str) -> np
 
 def check_ids(name: str, values: np.ndarray, vocabulary: int) -> None:
     """Raise ConfigError for the first of `values` that is no token id; -100 is one among targets."""
-    wrong = values.view(np.uint32) >= vocabulary  # negative numbers are large ones there
+    numbers = values.view(np.uint32)  # negative numbers are large ones there
+    if numbers.max() < vocabulary:
+        return
+    wrong = numbers >= vocabulary
     if name == "targets":
         wrong &= values != IGNORED
     if wrong.any():
