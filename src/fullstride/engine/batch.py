@@ -60,8 +60,8 @@ class HostBatch:
             lengths = np.diff(starts, append=np.int32(rows * seq_len))
             positions = np.arange(rows * seq_len, dtype=np.int32) - np.repeat(starts, lengths)
         flat = targets.reshape(-1)
-        supervised = flat != IGNORED
-        index = _numbers(len(flat)) if supervised.all() else np.flatnonzero(supervised).astype(np.int32)
+        # IGNORED is the only negative target
+        index = _numbers(len(flat)) if flat.min() >= 0 else np.flatnonzero(flat >= 0).astype(np.int32)
         return cls(
             ids=inputs.reshape(-1),
             positions=positions,

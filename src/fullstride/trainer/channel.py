@@ -64,11 +64,10 @@ class TokenMemory:
     The caller writes before it sends a command, and workers have read when they answer it.
     """
 
-    def __init__(self, setting: Setting, fd: int | None = None) -> None:
-        """fd: of `shared_memory`; None: memory of this process."""
+    def __init__(self, setting: Setting, fd: int) -> None:
+        """fd: of `shared_memory`."""
         shape = (3, setting.options.dp, setting.batch_size, setting.seq_len)
-        memory = bytearray(self.size(setting)) if fd is None else mmap.mmap(fd, 0)
-        self._array = np.frombuffer(memory, np.int32).reshape(shape)
+        self._array = np.frombuffer(mmap.mmap(fd, 0), np.int32).reshape(shape)
 
     @staticmethod
     def size(setting: Setting) -> int:
@@ -81,9 +80,26 @@ class TokenMemory:
             if array is not None:
                 place[:] = array.reshape(place.shape)
 
-    def read(self, rank: int) -> np.ndarray:
-        """[3, B, T] of one data-parallel rank."""
-        return self._array[:, rank]
+    def read(self, rank: int) -> list[np.ndarray | None]:
+        """[B, T] each, of one data-parallel rank; documents that were None are what they were before."""
+        return list(self._array[:, rank])
+
+
+class OwnTokens:
+    """As TokenMemory for the rank in this process, which reads the caller's own arrays."""
+
+    def __init__(self, setting: Setting) -> None:
+        self._rows = setting.batch_size
+        self._arrays: tuple[np.ndarray | None, ...] = ()
+
+    def write(self, *arrays: np.ndarray | None) -> None:
+        """See TokenMemory."""
+        self._arrays = arrays
+
+    def read(self, rank: int) -> list[np.ndarray | None]:
+        """See TokenMemory."""
+        rows = slice(rank * self._rows, (rank + 1) * self._rows)
+        return [None if array is None else array[rows] for array in self._arrays]
 
 
 def shared_memory(size: int) -> int:

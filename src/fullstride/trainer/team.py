@@ -26,7 +26,16 @@ from fullstride.parallel.comm import Communicator, PeerLost
 from fullstride.parallel.presence import SILENCE, Failure
 from fullstride.parallel.rendezvous import join_launched, presence
 from fullstride.trainer.arguments import Batch
-from fullstride.trainer.channel import PATIENCE, Inbox, Outcome, SocketChannel, TokenMemory, attempt, shared_memory
+from fullstride.trainer.channel import (
+    PATIENCE,
+    Inbox,
+    Outcome,
+    OwnTokens,
+    SocketChannel,
+    TokenMemory,
+    attempt,
+    shared_memory,
+)
 from fullstride.trainer.ranks import launched, open_files
 from fullstride.trainer.setting import Setting
 from fullstride.trainer.worker import Worker, watch
@@ -48,7 +57,7 @@ class Divided(RuntimeError):
 class Team(ABC):
     """All ranks that train one model."""
 
-    tokens: TokenMemory
+    tokens: TokenMemory | OwnTokens
     worker: Worker  # the rank in this process, where one is
 
     def __init__(self) -> None:
@@ -173,7 +182,7 @@ class OneRank(Team):
 
     def __init__(self, config: ModelConfig, setting: Setting, device: torch.device) -> None:
         super().__init__()
-        self.tokens = TokenMemory(setting)
+        self.tokens = OwnTokens(setting)
         self.worker = Worker(config, setting, Communicator(), device, self.tokens)
 
     @property
@@ -284,7 +293,7 @@ class Launched(Team):
     def __init__(self, config: ModelConfig, setting: Setting, world_size: int, device: torch.device) -> None:
         super().__init__()
         self._presence, self._ends = presence(), ExitStack()
-        self.tokens = TokenMemory(setting)
+        self.tokens = OwnTokens(setting)
         ended, here = threading.Event(), self._presence
         self._ends.callback(ended.set)
         if "TORCHELASTIC_RUN_ID" in os.environ:  # other launchers may leave, and their processes stay

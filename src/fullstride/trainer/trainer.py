@@ -72,7 +72,7 @@ class Trainer:
         self._saving: Path | None = None  # the checkpoint that is written in the background
         self._has_weights = False
         self._updates = self._micro_steps = 0  # done; since the last update
-        self._supervised = 0  # tokens of all ranks since the last update
+        self._supervised = False  # whether there was such a token, of any rank, since the last update
         check_sizes(config, batch_size, seq_len, self.device.type)
         self._setting = setting = Setting(self.options, batch_size, seq_len, grad_accum)
         self._lora, settings = setting.engine(config)  # raises what is wrong with it here
@@ -217,7 +217,7 @@ class Trainer:
         within = place("directory", directory)
         self.finish_saving()
         extra, self._updates = self._call("load_checkpoint", within, step)[0]
-        self._micro_steps = self._supervised = 0
+        self._micro_steps, self._supervised = 0, False
         self._has_weights |= self.options.method == "full"  # under LoRA a checkpoint holds the adapters only
         return extra
 
@@ -241,7 +241,7 @@ class Trainer:
         batch = self._batch(inputs, targets, documents)
         self._or_stop(self._team.call_on, batch, "step", z_loss)
         self._micro_steps += 1
-        self._supervised += np.count_nonzero(batch.targets != IGNORED)
+        self._supervised = self._supervised or bool((batch.targets != IGNORED).any())
 
     def validate(self, inputs: Array, targets: Array, documents: Array | None = None) -> dict[str, float]:
         """{"loss", "loss_1k", "tokens"} of a forward without dropout; legal at any time, changes nothing."""
@@ -275,13 +275,13 @@ class Trainer:
         rates = check_values(lr=lr, eps=eps, weight_decay=weight_decay, grad_clip=grad_clip, beta1=beta1, beta2=beta2)
         step = whole("step", self._updates + 1 if step is None else step, 1, checkpoint.STEP_BITS)
         told = self._or_stop(self._call, "update", {"step": step, **rates})[0]
-        self._updates, self._micro_steps, self._supervised = step, 0, 0
+        self._updates, self._micro_steps, self._supervised = step, 0, False
         return told
 
     def discard(self) -> None:
         """Forget the micro-steps since the last update, as if they had not been made."""
         self._call("discard")
-        self._micro_steps = self._supervised = 0
+        self._micro_steps, self._supervised = 0, False
 
     def _or_stop(self, call: Callable[..., Any], *args: Any) -> Any:
         """`call(*args)`; when that runs out of memory, half of its work may be done, and the trainer is stopped."""

@@ -36,7 +36,7 @@ from fullstride.parallel.comm import Communicator
 from fullstride.parallel.pipeline import ActionTimes
 from fullstride.parallel.presence import Failure
 from fullstride.parallel.rendezvous import join, serve
-from fullstride.trainer.channel import Outcome, TokenMemory, attempt
+from fullstride.trainer.channel import Outcome, OwnTokens, TokenMemory, attempt
 from fullstride.trainer.remedy import remedy
 from fullstride.trainer.setting import DTYPES, Setting
 from fullstride.trainer.telemetry import PeakMemory, device_info
@@ -49,7 +49,12 @@ class Worker:
     """
 
     def __init__(
-        self, config: ModelConfig, setting: Setting, comm: Communicator, device: torch.device, tokens: TokenMemory
+        self,
+        config: ModelConfig,
+        setting: Setting,
+        comm: Communicator,
+        device: torch.device,
+        tokens: TokenMemory | OwnTokens,
     ) -> None:
         self.config, self.setting, self.comm, self.device, self._tokens = config, setting, comm, device, tokens
         if device.type == "cuda":
@@ -134,14 +139,15 @@ class Worker:
 
     def _batches(self, most: int) -> list[HostBatch]:
         """This rank's micro-batches of a micro-step."""
-        arrays, rows = self._tokens.read(self._engine.mesh.dp.rank), self._engine.settings.rows
-        if self._engine.settings.pp > 1:  # some of the work may wait for the next micro-step, whose tokens come here
-            arrays = arrays.copy()
-        inputs, targets, documents = arrays.reshape(3, -1, rows, arrays.shape[-1])
-        return [
-            HostBatch.of(ids, labels, numbers if most else None, most)
-            for ids, labels, numbers in zip(inputs, targets, documents, strict=True)
-        ]
+        s = self._engine.settings
+        inputs, targets, documents = (
+            # in a pipeline some of the work may wait for the next micro-step, whose tokens come here
+            None if array is None else (array.copy() if s.pp > 1 else array).reshape(-1, s.rows, s.seq_len)
+            for array in self._tokens.read(self._engine.mesh.dp.rank)
+        )
+        assert inputs is not None and targets is not None
+        numbers = documents if most and documents is not None else [None] * len(inputs)
+        return [HostBatch.of(*arrays, most) for arrays in zip(inputs, targets, numbers, strict=True)]
 
     # ---- queries
 
