@@ -17,7 +17,7 @@ from types import ModuleType
 from fullstride.errors import ConfigError, UsageError, WorkerError
 from fullstride.version import __version__
 
-COMMANDS = ("finetune", "generate", "import-gguf", "plan", "bench", "demo")
+COMMANDS = ("finetune", "train", "tokenize", "generate", "import-gguf", "plan", "bench", "demo")
 DONE, FAILED, WRONG_USAGE, INTERRUPTED, NO_READER = 0, 1, 2, 130, 141
 
 

@@ -1,4 +1,4 @@
-"""The keys of `bench`, `plan` and `generate`."""
+"""The keys of the commands that do not train."""
 
 from __future__ import annotations
 
@@ -83,3 +83,21 @@ class GenerateConfig:
             raise UsageError("give either prompt or prompt-file")
         if self.raw and self.system:
             raise UsageError("system contradicts raw: without a chat template there is no system message")
+
+
+@dataclass(frozen=True)
+class TokenizeConfig:
+    """Keys of `tokenize`."""
+
+    model: str = key("", "directory with the tokenizer, or Hub id", required=True)
+    data: str = key(
+        "",
+        "text files (a document each) and JSONL files (a document a line: text, or a chat, whose answers are labels); "
+        "comma-separated, with patterns such as 'texts/*.txt'",
+        required=True,
+    )
+    out: str = key("", "the token file; automatic: tokens/NAME.tokens")
+    overwrite: bool = key(False, "replace a token file that is there")
+
+    def __post_init__(self) -> None:
+        check_fields(self)

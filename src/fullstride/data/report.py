@@ -18,6 +18,11 @@ class Report:
         """Counts one row: `line` is its line in `file`, from 1 (for a Hub dataset, its row number)."""
         self._lines.setdefault((file, reason), []).append(line)
 
+    def merge(self, other: Report) -> None:
+        """Adds the counts of `other`."""
+        for (file, reason), lines in other._lines.items():
+            self._lines.setdefault((file, reason), []).extend(lines)
+
     @property
     def total(self) -> int:
         """All counts together; a row that is truncated and a row that is dropped both count one."""

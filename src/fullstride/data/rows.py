@@ -65,11 +65,10 @@ def parse_rows(records: Iterable[bytes | dict[str, Any]], file: str, report: Rep
     for line, record in enumerate(records, start=1):
         try:
             if isinstance(record, bytes):
-                text = _decode(record)
-                if not text.strip():
+                record = read_record(record)
+                if record is None:
                     continue
-                record = _load(text)
-            row, num_cut = _parse(record, file, line)
+            row, num_cut = parse_record(record, file, line)
         except BadRow as bad:
             report.add(file, str(bad), line)
             continue
@@ -87,23 +86,26 @@ def meeting_messages(dialogue: str) -> list[Message]:
     ]
 
 
-def _decode(line: bytes) -> str:
+def read_record(line: bytes) -> dict[str, Any] | None:
+    """The object of a line of JSONL; None for a blank one. Raises BadRow."""
     try:
         # A byte-order mark starts a file, and so may start any line of files that were joined.
-        return line.decode("utf-8").removeprefix("\ufeff")
+        text = line.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError:
         raise BadRow("not UTF-8") from None
-
-
-def _load(text: str) -> Any:
+    if not text.strip():
+        return None
     try:
-        return json.loads(text)
+        record = json.loads(text)
     except (ValueError, RecursionError):  # RecursionError: ten thousand open brackets
         raise BadRow("broken JSON") from None
+    if not isinstance(record, dict):
+        raise BadRow("not an object")
+    return record
 
 
-def _parse(record: Any, file: str, line: int) -> tuple[Row, int]:
-    """The row, and how many turns after its last answer were cut (they teach nothing)."""
+def parse_record(record: Any, file: str, line: int) -> tuple[Row, int]:
+    """The row, and how many turns after its last answer were cut (they teach nothing). Raises BadRow."""
     if not isinstance(record, dict):
         raise BadRow("not an object")
     if record.get("tools"):
@@ -114,9 +116,9 @@ def _parse(record: Any, file: str, line: int) -> tuple[Row, int]:
         prompt, completion = _field(record, "prompt"), _field(record, "completion")
         if isinstance(prompt, list) and isinstance(completion, list):
             return _chat_row(_messages(prompt) + _messages(completion), len(prompt), file, line)
-        return Row(file, line, prompt=_text(prompt), completion=_answer(completion)), 0
+        return Row(file, line, prompt=plain_text(prompt), completion=_answer(completion)), 0
     if "dialogue" in record or "summary" in record:
-        dialogue, summary = _text(_field(record, "dialogue")), _answer(_field(record, "summary"))
+        dialogue, summary = plain_text(_field(record, "dialogue")), _answer(_field(record, "summary"))
         if not dialogue.strip():
             raise BadRow("empty dialogue")
         answer = {"role": "assistant", "content": summary.strip()}
@@ -148,7 +150,7 @@ def _message(message: dict[str, Any]) -> Message:
         if message.get(key):
             raise BadRow(f"{key} is not supported")
     content = _field(message, "content")
-    return {"role": role, "content": _answer(content) if role == "assistant" else _text(content)}
+    return {"role": role, "content": _answer(content) if role == "assistant" else plain_text(content)}
 
 
 def _field(record: dict[str, Any], key: str) -> Any:
@@ -158,13 +160,14 @@ def _field(record: dict[str, Any], key: str) -> Any:
 
 
 def _answer(value: Any) -> str:
-    text = _text(value)
+    text = plain_text(value)
     if not text.strip():
         raise BadRow("empty completion")
     return text
 
 
-def _text(value: Any) -> str:
+def plain_text(value: Any) -> str:
+    """`value`, if it is text that a tokenizer takes. Raises BadRow."""
     if value is None:
         raise BadRow("null content")
     if not isinstance(value, str):

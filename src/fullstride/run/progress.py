@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
@@ -48,6 +49,50 @@ class Progress:
             self._bar.update(self._task, completed=row["step"], description=essential)
         else:
             self.line(f"{essential}  {details(row)}")
+
+
+class Meter:
+    """Shows how much of `total` bytes is done: a live line in a terminal, one every few seconds elsewhere."""
+
+    SECONDS = 10.0  # between plain lines
+
+    def __init__(self, what: str, total: int, done: int = 0) -> None:
+        self._what, self._total, self._done, self._first = what, total, done, done
+        self._bar: Any = None
+
+    def __enter__(self) -> Self:
+        self._begun = self._told = time.monotonic()
+        self._bar = _rich_bar() if sys.stdout.isatty() else None
+        if self._bar is not None:
+            self._task = self._bar.add_task(self._what, total=self._total, completed=self._done)
+            self._bar.start()
+        if self._done:
+            self._line(f"{self._what}: goes on after {self._done / 1e6:,.1f} MB")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def advance(self, num_bytes: int) -> None:
+        """So many more are done."""
+        self._done += num_bytes
+        now = time.monotonic()
+        rate = (self._done - self._first) / max(now - self._begun, 1e-9)
+        text = f"{self._what}: {self._done / 1e6:,.1f} of {self._total / 1e6:,.1f} MB  {rate / 1e6:,.1f} MB/s"
+        if self._bar is not None:
+            self._bar.update(self._task, completed=self._done, description=text)
+        elif now - self._told >= self.SECONDS:
+            self._told = now
+            self._line(text)
+
+    def _line(self, text: str) -> None:
+        if self._bar is not None:
+            self._bar.console.print(text, markup=False, highlight=False)
+        else:
+            print(text, flush=True)
 
 
 def describe(row: Mapping[str, Any], num_steps: int) -> str:
