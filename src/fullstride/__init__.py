@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from fullstride.model.spec import ModelConfig
     from fullstride.run.finetune import finetune
     from fullstride.run.plan import plan
+    from fullstride.run.tokenize import tokenize
+    from fullstride.run.train import train
     from fullstride.trainer.trainer import Trainer
 
 __all__ = [
@@ -27,6 +29,8 @@ __all__ = [
     "__version__",
     "finetune",
     "plan",
+    "tokenize",
+    "train",
 ]
 
 # imported when first asked for: the command line's help should not wait for torch
@@ -36,6 +40,8 @@ _LAZY = {
     "Trainer": "fullstride.trainer.trainer",
     "finetune": "fullstride.run.finetune",
     "plan": "fullstride.run.plan",
+    "tokenize": "fullstride.run.tokenize",
+    "train": "fullstride.run.train",
 }
 
 

@@ -1,4 +1,4 @@
-"""The keys of runs: those that all share, and those of `finetune`."""
+"""The keys of runs: those that all share, those of `finetune`, and those of `train`."""
 
 from __future__ import annotations
 
@@ -101,3 +101,37 @@ class FinetuneConfig(TrainingConfig):
     method: str = key("lora", "what trains", choices=("full", "lora"))
     train_on: str = key("all", "supervise every assistant turn, or the last only", choices=("all", "last"))
     truncate: str = key("prompt-start", "what happens to rows over seq-len", choices=("prompt-start", "drop", "error"))
+
+
+@dataclass(frozen=True)
+class TrainConfig(TrainingConfig):
+    """Keys of `train`."""
+
+    command: ClassVar[str] = "train"
+
+    model: str = key("", "directory or Hub id; from scratch also a config.json or a built-in name", required=True)
+    data: str = key("", "token files of `fullstride tokenize`: comma-separated, with patterns", required=True)
+    eval_data: str = key("", "token files to evaluate on, whole; automatic: eval-fraction of data")
+    eval_fraction: float = key(0.0, "part of data's rows that is held out to evaluate on", at_least=0, below=1)
+    init: str = key("pretrained", "weights: the model's, or random ones", choices=("pretrained", "scratch"))
+    tokenizer: str = key("", "directory whose tokenizer the trained model gets; automatic: the model's, or data's")
+    method: str = key("full", "what trains", choices=("full", "lora"))
+    lr: float | None = key(
+        None,
+        "learning rate; automatic: 2e-4 for LoRA, 1e-5 for full, 3e-4 from scratch",
+        above=0,
+        at_most=MOST_LR,
+    )
+    packing: bool = key(True, "documents in a row do not see each other")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.init == "scratch" and self.method == "lora":
+            raise UsageError("init = scratch contradicts method = lora, which needs a trained base; set method = full")
+        if self.eval_data and self.eval_fraction:
+            raise UsageError("eval-data and eval-fraction contradict each other; give one of them")
+
+    @property
+    def rate(self) -> float:
+        """See TrainingConfig."""
+        return 3e-4 if self.lr is None and self.init == "scratch" else super().rate

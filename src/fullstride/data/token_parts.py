@@ -62,7 +62,7 @@ class Parts:
                 return place
         except (OSError, ValueError, KeyError, TypeError):  # there is none, or it is of no use
             self.written = Written()
-        shutil.rmtree(self.directory, ignore_errors=True)
+        self.drop()
         self.directory.mkdir(parents=True)
         for name in RAW:
             (self.directory / name).touch()
@@ -113,7 +113,11 @@ class Parts:
         sync(whole)
         whole.replace(self._out)
         sync(self._out.parent)
-        shutil.rmtree(self.directory)
+        self.drop()
+
+    def drop(self) -> None:
+        """Remove the raw files."""
+        shutil.rmtree(self.directory, ignore_errors=True)
 
     def _pieces(self, name: str) -> Iterator[bytes]:
         with (self.directory / name).open("rb") as file:

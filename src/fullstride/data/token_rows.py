@@ -87,8 +87,7 @@ class TokenRows:
     def describe(self) -> str:
         """See Rows."""
         documents = sum(len(file.documents) - 1 for file in self.files)
-        names = f"{len(self.files)} file{'s' if len(self.files) > 1 else ''}"
-        return f"{self.num_tokens:,} tokens of {documents:,} documents in {names}"
+        return f"{self.num_tokens:,} tokens of {documents:,} document(s) in {len(self.files)} file(s)"
 
     def digest(self) -> str:
         """See Rows."""

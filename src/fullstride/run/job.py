@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from fullstride.config import resolve_device
 from fullstride.config.training import TrainingConfig
@@ -27,7 +27,8 @@ Config = TypeVar("Config", bound=TrainingConfig)
 class Job:
     """`config` is resolved; `resume_step` and the loader's `position` are 0 for a new run.
 
-    `weights` is the directory that the model's weights come from; None: they are random.
+    `weights` is the directory that the model's weights come from; None: they are random. `tokenizer` is the directory
+    whose tokenizer what is exported gets, None without any.
     """
 
     config: TrainingConfig
@@ -36,7 +37,7 @@ class Job:
     position: int
     weights: Path | None
     model: ModelConfig
-    tokenizer: Any
+    tokenizer: Path | None
     report: Report
     loader: Loader
     eval_loader: Loader | None

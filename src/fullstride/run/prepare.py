@@ -62,7 +62,7 @@ def prepare(config: FinetuneConfig) -> Job:
         position=position,
         weights=model_path,
         model=model,
-        tokenizer=tokenizer,
+        tokenizer=model_path,
         report=report,
         loader=loader(examples),
         eval_loader=None if eval_examples is None else loader(eval_examples),
@@ -93,9 +93,10 @@ def preview(job: Job) -> list[str]:
     """One row of the data decoded, its supervised parts marked."""
     rows = job.loader.rows
     assert isinstance(rows, PackedRows)
-    first = rows.of(0)
+    assert job.tokenizer is not None
+    first, tokenizer = rows.of(0), load_tokenizer(job.tokenizer)
     tokens = int(np.sum(rows.lengths(0)))
     return [
         f"first row: {len(first)} documents, {tokens} tokens; «supervised»",
-        *(show(example, job.tokenizer) for example in first),
+        *(show(example, tokenizer) for example in first),
     ]

@@ -46,9 +46,15 @@ def find_model(name: str) -> Path:
         ) from error
 
 
+def has_tokenizer(directory: Path) -> bool:
+    """Whether a tokenizer's files are there."""
+    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+    return any((directory / name).is_file() for name in names)
+
+
 def check_tokenizer_there(directory: Path) -> None:
     """Raise ConfigError when `directory` holds no tokenizer."""
-    if not any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
+    if not has_tokenizer(directory):
         raise ConfigError(f"{directory}: no tokenizer there (tokenizer.json); copy the one that belongs to the model")
 
 

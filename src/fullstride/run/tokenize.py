@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import glob
-import shutil
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -62,10 +61,30 @@ def run_tokenize(config: TokenizeConfig) -> TokenizeResult:
     origin, report = origin_of(tokenizer, name), Report()
     stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     parts = Parts(out, origin, dataclasses.asdict(origin) | {"files": stats})
-    place = parts.resume(report)
-    sizes = [size for _, size, _ in stats]
+    try:
+        _fill(parts, files, PieceEncoder(tokenizer, origin), report)
+    except ConfigError:  # what was read must change: what was made of it is of no use
+        parts.drop()
+        raise
+    written = parts.written
+    for line in report.summary():
+        print(f"data: {line}")
+    if not written.documents:
+        parts.drop()
+        found = "; ".join(report.summary()) or "the files are empty"
+        raise DataError(f"data: no document to tokenise in {config.data}: {found}")
+    parts.finish()
+    print(
+        f"{written.documents:,} documents, {written.tokens:,} tokens ({written.supervised:,} supervised), "
+        f"{origin.dtype.lower().replace('u', 'uint')}, vocabulary {origin.vocab_size:,}: {out}"
+    )
+    return TokenizeResult(out, written.documents, written.tokens, written.supervised, report.total)
+
+
+def _fill(parts: Parts, files: list[Path], encoder: PieceEncoder, report: Report) -> None:
+    """Tokenise what `parts` has not got yet."""
+    place, sizes = parts.resume(report), [file.stat().st_size for file in files]
     with Meter("tokenize", sum(sizes), sum(sizes[: place.file]) + place.offset) as meter, ThreadPoolExecutor(1) as pool:
-        encoder = PieceEncoder(tokenizer, origin)
         # the tokenizer's threads work on a piece while the one before is written here, and the next one is read
         under_way: deque[tuple[Piece, Future[list[Any]]]] = deque()
         for piece in chain(pieces(files, place), [None]):
@@ -77,31 +96,20 @@ def run_tokenize(config: TokenizeConfig) -> TokenizeResult:
                 report.merge(ready.report)
                 parts.append(ids, labels, ready.after, report)
                 meter.advance(ready.num_bytes)
-    written = parts.written
-    print("\n".join(f"data: {line}" for line in report.summary()), end="\n" if report.total else "")
-    if not written.documents:
-        shutil.rmtree(parts.directory)
-        found = "; ".join(report.summary()) or "the files are empty"
-        raise DataError(f"data: no document to tokenise in {config.data}: {found}")
-    parts.finish()
-    print(
-        f"{written.documents:,} documents, {written.tokens:,} tokens ({written.supervised:,} supervised), "
-        f"{origin.dtype.lower().replace('u', 'uint')}, vocabulary {origin.vocab_size:,}: {out}"
-    )
-    return TokenizeResult(out, written.documents, written.tokens, written.supervised, report.total)
 
 
-def input_files(names: str) -> list[Path]:
-    """The files of a comma-separated list of names and patterns, a pattern's in order. Raises ConfigError for none."""
+def input_files(names: str, key: str = "data") -> list[Path]:
+    """The files of a comma-separated list of names and patterns, a pattern's in order. Raises ConfigError, which names
+    `key`, for none."""
     found: list[Path] = []
     for name in filter(None, (part.strip() for part in names.split(","))):
         given = [name] if Path(name).is_file() else sorted(glob.glob(name, recursive=True))  # noqa: PTH207 (absolute too)
         matching = [Path(path).resolve() for path in given if Path(path).is_file()]
         if not matching:
-            raise ConfigError(f"data: no such file: {name}; give files or patterns, such as 'texts/*.txt'")
+            raise ConfigError(f"{key}: no such file: {name}; give files or patterns, such as 'texts/*.txt'")
         found += matching
     if not found:
-        raise ConfigError(f"data: no file in {names!r}; give files or patterns, such as 'texts/*.txt'")
+        raise ConfigError(f"{key}: no file in {names!r}; give files or patterns, such as 'texts/*.txt'")
     return list(dict.fromkeys(found))
 
 

@@ -68,9 +68,9 @@ def run_job(job: Job) -> RunResult:
 def load(trainer: Trainer, job: Job) -> dict[str, Any]:
     """Give `trainer` its weights; returns what a checkpoint keeps beside them ({} for a new run)."""
     if job.weights is None:
-        trainer.init_weights(job.config.seed)
+        trainer.init_weights(job.config.seed, job.tokenizer)
     else:
-        trainer.import_weights(job.weights)
+        trainer.import_weights(job.weights, job.tokenizer)
     if not job.resume_step:
         if job.config.adapter:
             trainer.import_adapter(Path(job.config.adapter))

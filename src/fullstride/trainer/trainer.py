@@ -142,18 +142,24 @@ class Trainer:
 
     # ---- weights
 
-    def import_weights(self, path: str | Path) -> None:
-        """Weights of a Hugging Face directory (one or several safetensors). Raises ConfigError if they do not fit."""
+    def import_weights(self, path: str | Path, tokenizer: str | Path | None = None) -> None:
+        """Weights of a Hugging Face directory (one or several safetensors). Raises ConfigError if they do not fit.
+
+        tokenizer: the directory whose tokenizer and generation settings exports copy; None: `path`.
+        """
         source = place("path", path)
+        copied = source if tokenizer is None else place("tokenizer", tokenizer)
         self._call("import_weights", source)
         self.discard()  # gradients of other weights
-        self._source, self._has_weights = source, True
+        self._source, self._has_weights = copied, True
 
-    def init_weights(self, seed: int | None = None) -> None:
-        """Random weights: N(0, initializer_range), norms 1, biases 0. seed: the options' by default."""
+    def init_weights(self, seed: int | None = None, tokenizer: str | Path | None = None) -> None:
+        """Random weights: N(0, initializer_range), norms 1, biases 0. seed: the options' by default. tokenizer: a
+        directory whose tokenizer and generation settings exports copy."""
+        source = None if tokenizer is None else place("tokenizer", tokenizer)
         self._call("init_weights", self.options.seed if seed is None else whole("seed", seed))
         self.discard()
-        self._has_weights = True
+        self._source, self._has_weights = source, True
 
     def import_adapter(self, directory: str | Path) -> None:
         """Adapters of a PEFT directory with the options' rank, alpha, targets and rslora."""
