@@ -89,8 +89,6 @@ def test_refuses_by_name(keys: dict[str, object], message: str) -> None:
         ("matmul", "fp8"),
         ("offload", ("m", "v")),
         ("offload", ("grads", "weights")),
-        ("keep_best", True),
-        ("profile", 2),
     ],
 )
 def test_what_does_not_work_yet_is_refused_never_ignored(key: str, value: object) -> None:

@@ -24,8 +24,9 @@ from tests.run.conftest import make_model, write_rows
 @pytest.mark.parametrize(
     ("argv", "status", "message"),
     [
-        (["fintune"], 2, r"unknown command 'fintune'; the nearest is 'finetune', there are finetune, generate"),
-        (["train"], 2, r"unknown command 'train'"),
+        (["fintune"], 2, r"unknown command 'fintune'; the nearest is 'finetune', there are finetune, train"),
+        (["train"], 2, r"model is missing"),
+        (["tokenize"], 2, r"model is missing"),
         (["finetune"], 2, r"model is missing"),
         (["finetune", "--modle", "x"], 2, r"unknown key 'modle'; the nearest is 'model'"),
         (["finetune", "--model", "x", "--data", "y", "--gpus", "2", "--dp", "1"], 2, r"dp is what remains of gpus"),

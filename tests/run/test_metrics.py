@@ -128,8 +128,8 @@ def test_case_24_rows_after_the_resumed_step_and_torn_ones_go(tmp_path: Path) ->
     assert file.read_text(encoding="utf-8").count("strategy") == 1
     assert [int(r["step"]) for r in read_metrics(file)] == list(range(1, 21))
     assert [r["eval_loss"] for r in read_metrics(file)] == [""] * 14 + ["2.5"] * 6
-    assert metrics.eval_loss() == 2.5
-    assert started(file).eval_loss() is None and read_metrics(file) == []
+    assert metrics.eval_losses() == dict.fromkeys(range(15, 21), 2.5)
+    assert started(file).eval_losses() == {} and read_metrics(file) == []
 
 
 def test_opening_the_files_writes_nothing(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_an_evaluation_made_later_goes_into_the_last_row(tmp_path: Path) -> None
     metrics.append(row(2))
     metrics.complete(0.1 + 0.2)
     assert [r["eval_loss"] for r in read_metrics(metrics.path)] == ["", str(0.1 + 0.2)]
-    assert metrics.eval_loss() == 0.1 + 0.2
+    assert metrics.eval_losses() == {2: 0.1 + 0.2}
 
 
 @pytest.mark.parametrize("content", [b"a,b\n1,2\n", b"\xff\xfe\n", b"single,1,2\n", b"step\n\x00\n"])

@@ -49,10 +49,10 @@ class TrainingConfig(CommandOptions):
     )
     save_every: int = key(0, "updates between checkpoints (always at the end)", at_least=0, may_change=True)
     keep: int = key(2, "checkpoints kept", at_least=1, may_change=True)
-    keep_best: bool = key(False, "keep the best by eval-loss too", now=(False,), may_change=True)
+    keep_best: bool = key(False, "keep the checkpoint with the least eval-loss too", may_change=True)
     resume: int | str = key("auto", "auto (the newest checkpoint, if any), a step, or never", may_change=True)
     export_dtype: str = key("", "precision of the exported model; automatic: dtype", choices=DTYPES)
-    profile: int = key(0, "trace of so many updates", now=(0,))
+    profile: int = key(0, "updates that are traced, after a warm-up of three", at_least=0, may_change=True)
     log: tuple[str, ...] = key((), "sinks beside CSV and JSONL", now=((),), may_change=True)
     dry_run: bool = key(False, "show what the rows become; train nothing, write nothing", may_change=True)
 

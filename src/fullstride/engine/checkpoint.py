@@ -29,7 +29,7 @@ from fullstride.errors import ConfigError
 from fullstride.files import replace_text, replaced, sync, whole_directory, write_json
 from fullstride.parallel.shards import Part
 
-LATEST, STATE = "latest", "state.json"
+LATEST, BEST, STATE = "latest", "best", "state.json"
 LOOK_EVERY = 0.05  # seconds, for other ranks' files
 STEP_BITS = 62  # a step is below 2**62, where the one after it and its noise have room in int64
 DEEPEST = 100  # levels of lists and dicts in `extra`, far from what Python's stack holds
@@ -224,14 +224,15 @@ class Saving:
 
 
 def find_checkpoint(directory: str | Path, step: int | str = LATEST) -> Path:
-    """The folder of `step` (a number or "latest"). Raises ConfigError, naming those that exist, when there is none."""
+    """The folder of `step` (a number, or what the file "latest" or "best" names). Raises ConfigError, naming those that
+    exist, when there is none."""
     directory = Path(directory)
-    assert not isinstance(step, str) or step == LATEST, step
+    assert not isinstance(step, str) or step in (LATEST, BEST), step
     name = None if isinstance(step, str) else checkpoint_name(step)
-    if name is None and (directory / LATEST).is_file():
-        name = (directory / LATEST).read_bytes().decode("utf-8", "replace").strip()
+    if isinstance(step, str) and (directory / step).is_file():
+        name = (directory / step).read_bytes().decode("utf-8", "replace").strip()
         if not re.fullmatch("step_[0-9]{8,19}", name):
-            raise ConfigError(f"{directory / LATEST}: damaged, it names {name[:40]!r}; name a step to resume from")
+            raise ConfigError(f"{directory / step}: damaged, it names {name[:40]!r}; name a step instead")
     # a folder that was being replaced when the process was killed stands under its other name
     for folder in () if name is None else (directory / name, *replaced(directory / name)):
         if (folder / STATE).is_file():

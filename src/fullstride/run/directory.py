@@ -13,7 +13,7 @@ from pathlib import Path
 
 from fullstride.config.keys import build, dashed, dump_toml, read_toml
 from fullstride.config.training import TrainingConfig
-from fullstride.engine.checkpoint import LATEST, checkpoint_name, find_checkpoint, step_of, steps
+from fullstride.engine.checkpoint import BEST, LATEST, checkpoint_name, find_checkpoint, step_of, steps
 from fullstride.errors import ConfigError
 from fullstride.files import replace_text
 
@@ -136,11 +136,29 @@ class RunDirectory:
             replace_text(self.checkpoints / LATEST, checkpoint_name(step) + "\n")
         return [self._delete(s) for s in reversed(later)]
 
+    def mark_best(self, step: int) -> None:
+        """`best` names the checkpoint of `step`; 0: there is none."""
+        if step:
+            replace_text(self.checkpoints / BEST, checkpoint_name(step) + "\n")
+        else:
+            (self.checkpoints / BEST).unlink(missing_ok=True)
+
+    def steps(self) -> list[int]:
+        """Of the checkpoints that are there."""
+        return steps(self.checkpoints)
+
+    def best(self) -> int:
+        """The step of the whole checkpoint that `best` names; 0 without any."""
+        try:
+            return step_of(find_checkpoint(self.checkpoints, BEST))
+        except ConfigError:
+            return 0
+
     def prune(self, keep: int) -> None:
-        """Delete all but the newest `keep` checkpoints, and the one that `latest` names."""
-        named = self.latest()
+        """Delete all but the newest `keep` checkpoints, and those that `latest` and `best` name."""
+        named = (self.latest(), self.best())
         for step in steps(self.checkpoints)[:-keep]:
-            if step != named:
+            if step not in named:
                 self._delete(step)
 
     def _delete(self, step: int) -> str:

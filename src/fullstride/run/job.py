@@ -43,8 +43,10 @@ class Job:
     eval_loader: Loader | None
 
     def __post_init__(self) -> None:
-        """Raises ConfigError for a length that the run cannot have."""
+        """Raises ConfigError for a length that the run cannot have, and for keep-best without evaluation."""
         config, num_steps = self.config, self.num_steps
+        if config.keep_best and self.eval_loader is None:
+            raise ConfigError("keep-best needs rows to evaluate on; give eval-data, or leave keep-best out")
         if self.resume_step > num_steps:
             raise ConfigError(
                 f"steps: the run in {self.directory.path} has {self.resume_step} updates behind it, and now it is to "

@@ -82,10 +82,9 @@ class MetricsFile:
         """Keep the rows up to `after_step` (0: none), to go on after them."""
         self._write([row for row in read_metrics(self.path) if int(row["step"]) <= after_step] if after_step else [])
 
-    def eval_loss(self) -> float | None:
-        """That of the last row."""
-        last = read_metrics(self.path)[-1:]
-        return float(last[0]["eval_loss"]) if last and last[0]["eval_loss"] else None
+    def eval_losses(self) -> dict[int, float]:
+        """Evaluations by step."""
+        return {int(row["step"]): float(row["eval_loss"]) for row in read_metrics(self.path) if row["eval_loss"]}
 
     def complete(self, eval_loss: float | None) -> None:
         """Give the last row, if there is one, an evaluation that was made later."""

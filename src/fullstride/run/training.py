@@ -19,7 +19,9 @@ from fullstride.run.interrupt import Stopped, StopRequest
 from fullstride.run.job import Job
 from fullstride.run.metrics import EventLog, MetricsFile, read_events, strategy, update_row
 from fullstride.run.plot import plot_loss
+from fullstride.run.profiling import Tracer
 from fullstride.run.progress import Progress
+from fullstride.run.saving import Checkpoints, check_disk
 from fullstride.trainer.ranks import leads
 from fullstride.trainer.team import attended
 from fullstride.trainer.trainer import Trainer
@@ -99,8 +101,7 @@ class Run:
     def __init__(self, job: Job, trainer: Trainer, state: dict[str, Any]) -> None:
         self.job, self.config, self.trainer = job, job.config, trainer
         self.directory = job.directory
-        self.done = self.saved = job.resume_step
-        self.saving = 0  # step of the checkpoint that is not known to be whole yet
+        self.done = job.resume_step
         self.position = job.position
         self.eval_loss_before: float | None = state.get("eval_loss_before")
         self.eval_loss: float | None = None
@@ -109,6 +110,8 @@ class Run:
         self.leads = leads()
         self.metrics = MetricsFile(self.directory.path / "metrics.csv", self.leads)
         self.log = EventLog(self.directory.path / "log.jsonl", self.leads)
+        self.checkpoints = Checkpoints(self.directory, trainer, job.config, self.log)
+        self.tracer = Tracer(trainer, job.config.profile, job.num_steps - job.resume_step, self.directory.path)
         self.stop = StopRequest()
         self.progress = Progress(job.num_steps, job.resume_step + 1)
 
@@ -116,7 +119,7 @@ class Run:
         """All updates that are left, evaluations, checkpoints and exports."""
         with self.directory.lock() if self.leads else nullcontext(), self.stop, self.progress:
             if self.found(self.finished):
-                self.eval_loss = self.found(self.metrics.eval_loss)
+                self.eval_loss = self.found(lambda: self.metrics.eval_losses().get(self.done))
                 self.progress.line(
                     f"nothing is left to do: all {self.done} updates are done; more: --steps or --epochs"
                 )
@@ -124,17 +127,21 @@ class Run:
             try:
                 self.begin()
                 for step in range(self.done + 1, self.job.num_steps + 1):
+                    self.tracer.before_update()
                     row = self.update(step)
+                    for line in self.tracer.after_update():
+                        self.progress.line(line)
                     # before the evaluation, which may be stopped: the update is not made again
                     if self.position % self.job.loader.rows_per_epoch == 0:
                         self.end_epoch(self.position // self.job.loader.rows_per_epoch)
                     self.record(row)
                     # last, so that what a checkpoint counts as done is done
-                    if self.config.save_every and step % self.config.save_every == 0:
+                    due = self.config.save_every and step % self.config.save_every == 0
+                    if self.checkpoints.is_best(step, row["eval_loss"]) or due:
                         self.save()
             except (WorkerError, OutOfMemory) as error:
                 self.log.write("failed", step=self.done, rank=error.rank, error=str(error))
-                self.progress.line(f"rank {error.rank} failed after step {self.done}; {self.good()}")
+                self.progress.line(f"rank {error.rank} failed after step {self.done}; {self.checkpoints.good()}")
                 raise
             except (Stopped, BrokenPipeError) as stop:  # or the reader of our output has gone
                 kept = self.interrupted()
@@ -158,9 +165,10 @@ class Run:
         if any(self.trainer.agree(self.stop.requested)):
             raise Stopped
 
-    def begin_directory(self) -> float | None:
+    def begin_directory(self) -> tuple[float | None, tuple[int, float] | None]:
         """Begin the run directory, or cut it back to the update from which the run goes on; returns that one's
-        evaluation."""
+        evaluation, and the step and evaluation of the best one that is kept."""
+        self.check_disk()
         if self.directory.start_step(self.config) != self.done:
             raise ConfigError(f"out: another process has been at work in {self.directory.path} meanwhile; start again")
         self.directory.create(self.config)
@@ -171,11 +179,24 @@ class Run:
         if dropped:
             self.progress.line(f"checkpoints after step {self.done} are deleted: {', '.join(dropped)}")
             self.log.write("dropped", step=self.done, checkpoints=dropped)
-        return self.metrics.eval_loss()
+        kept = self.directory.steps() if self.config.keep_best else []
+        evaluated = {step: loss for step, loss in self.metrics.eval_losses().items() if step in kept}
+        best = min(evaluated, key=evaluated.__getitem__, default=0)
+        self.directory.mark_best(best)
+        return self.metrics.eval_losses().get(self.done), (best, evaluated[best]) if best else None
+
+    def check_disk(self) -> None:
+        """See saving.check_disk."""
+        c, left = self.config, self.job.num_steps - self.done
+        every = [n for n in (c.save_every, c.eval_every if c.keep_best else 0) if n]
+        saves = 1 + sum(left // n for n in every)
+        epochs = -(-left // self.job.updates_per_epoch)
+        check_disk(c, self.directory.path, *self.trainer.num_parameters, saves, epochs)
 
     def begin(self) -> None:
         """What comes before the first update of this call."""
-        self.eval_loss = self.found(self.begin_directory)
+        self.eval_loss, best = self.found(self.begin_directory)
+        self.checkpoints.begin(self.done, best)
         self.job.loader.seek(self.position)
         trainable, total = self.trainer.num_parameters
         parameters = {"trainable_parameters": trainable, "parameters": total}
@@ -184,6 +205,7 @@ class Run:
             self.log.write("resume", step=self.done, num_steps=self.job.num_steps, **parameters)
             if self.eval_loss is None and self.evaluates_after(self.done):  # it was stopped in the evaluation
                 self.metrics.complete(self.evaluate())
+                self.checkpoints.is_best(self.done, self.eval_loss)
             return
         self.log.write("start", num_steps=self.job.num_steps, **parameters)
         for event in self.job.report.events():
@@ -252,17 +274,16 @@ class Run:
         self.log.write("non-finite", step=step, loss=str(loss), grad_norm=str(norm), rows=row_ids)
         raise ConfigError(
             f"loss {loss}, gradient norm {norm} at step {step} (rows {', '.join(map(str, row_ids))}: "
-            f"{self.job.where(row_ids)}); {self.good()}. Look at these rows, or lower lr"
+            f"{self.job.where(row_ids)}); {self.checkpoints.good()}. Look at these rows, or lower lr"
         )
 
     def check_weights(self) -> None:
         """Raise ConfigError, before they are saved or exported, when the last update has spoilt the weights."""
         if not self.trainer.parameters_finite():
             self.log.write("non-finite", step=self.done)
-            raise ConfigError(f"weights are infinite or NaN after step {self.done}; {self.good()}. Lower lr")
-
-    def good(self) -> str:
-        return f"checkpoint of step {self.saved} is good" if self.saved else "there is no checkpoint yet"
+            raise ConfigError(
+                f"weights are infinite or NaN after step {self.done}; {self.checkpoints.good()}. Lower lr"
+            )
 
     def evaluate(self) -> float | None:
         """Loss per supervised token of the evaluation rows; None without any. ConfigError when it is not finite."""
@@ -275,7 +296,7 @@ class Run:
             total, count = total + result["loss"] * result["tokens"], count + int(result["tokens"])
         if not math.isfinite(total):
             raise ConfigError(
-                f"evaluation loss {total / count} at step {self.done}; {self.good()}. "
+                f"evaluation loss {total / count} at step {self.done}; {self.checkpoints.good()}. "
                 "Look at the model's weights and the evaluation rows, or lower lr"
             )
         self.eval_loss = total / count
@@ -291,30 +312,15 @@ class Run:
 
     def save(self) -> None:
         """A checkpoint of the last completed update, unless there is one."""
-        if self.done in (self.saved, self.saving):
+        if self.checkpoints.has(self.done):
             return
         self.check_weights()
-        self.finish_saving()
         state = {
             "position": self.position,
             "inputs": self.job.inputs,
             "eval_loss_before": self.eval_loss_before,
         }
-        self.trainer.save_checkpoint(self.directory.checkpoints, self.done, state)
-        self.saving = self.done
-        if not self.config.async_save:
-            self.finish_saving()
-
-    def finish_saving(self) -> None:
-        """The checkpoint that is being written, if any, is whole when this returns, and older ones are deleted."""
-        if not self.saving:
-            return
-        step, self.saving = self.saving, 0
-        self.trainer.finish_saving()
-        self.saved = step
-        if self.leads:
-            self.directory.prune(self.config.keep)
-        self.log.write("checkpoint", step=step)
+        self.checkpoints.save(self.done, state)
 
     def end_epoch(self, epoch: int) -> None:
         """adapters/epoch_N, and adapter/ as the newest (a full model is exported once, at the end)."""
@@ -332,7 +338,7 @@ class Run:
         """Save what is complete, and say what that is; the unfinished window is dropped."""
         self.trainer.discard()
         self.save()
-        self.finish_saving()
+        self.checkpoints.finish()
         self.log.write("interrupted", step=self.done)
         kept = f"state of step {self.done} is saved" if self.done else "no update was complete, nothing to save"
         return f"interrupted: {kept}; resume with: fullstride {self.config.command} {self.directory.config_file}"
@@ -350,7 +356,7 @@ class Run:
         else:
             self.trainer.export_model(self.exported, self.config.export_dtype, overwrite=True)
             self.log.write("export", step=self.done, path=str(self.exported))
-        self.finish_saving()
+        self.checkpoints.finish()
         if self.leads:
             plot_loss(self.directory.path, self.eval_loss_before)
         self.log.write("end", step=self.done, loss=self.loss, eval_loss=self.eval_loss)

@@ -22,6 +22,7 @@ from fullstride.model.spec import ModelConfig, num_parameters, parameter_table
 from fullstride.model.tensor_parallel import split_config
 from fullstride.ops.cross_entropy import IGNORED
 from fullstride.trainer.arguments import Array, Batch, check_ids, check_values, place, plain, whole
+from fullstride.trainer.profiling import ProfileRow
 from fullstride.trainer.ranks import find_ranks, leads
 from fullstride.trainer.setting import DTYPES, Setting
 from fullstride.trainer.team import make_team
@@ -337,6 +338,15 @@ class Trainer:
         """Whether no trained parameter is infinite or NaN. The loss of an update is measured before it, so a checkpoint
         of a finite loss may hold spoilt weights; this looks at the weights."""
         return all(self._call("parameters_finite"))
+
+    def start_profile(self) -> None:
+        """Record what every rank does from now on, at some cost: see `stop_profile`."""
+        self._call("start_profile")
+
+    def stop_profile(self, directory: str | Path) -> list[ProfileRow]:
+        """Write a trace of every rank (rank0.json.gz, ...; chrome://tracing and Perfetto read them) into `directory`,
+        which is there; returns the first rank's kernels (on a CPU: operations), the longest first."""
+        return self._call("stop_profile", place("directory", directory))[0]
 
     def gpu_info(self) -> list[dict[str, Any]]:
         """One record a GPU: clocks, power, temperature, fan, memory, utilisation, throttling, PCIe; None on a CPU."""

@@ -37,6 +37,7 @@ from fullstride.parallel.pipeline import ActionTimes
 from fullstride.parallel.presence import Failure
 from fullstride.parallel.rendezvous import join, serve
 from fullstride.trainer.channel import Outcome, OwnTokens, TokenMemory, attempt
+from fullstride.trainer.profiling import ProfileRow, make_profiler, profile_rows
 from fullstride.trainer.remedy import remedy
 from fullstride.trainer.setting import DTYPES, Setting
 from fullstride.trainer.telemetry import PeakMemory, device_info
@@ -166,6 +167,18 @@ class Worker:
         times, self._engine.pipeline.times = self._engine.pipeline.times, None
         assert times is not None, "time_actions comes first"
         return times.busy_and_span()
+
+    def start_profile(self) -> None:
+        """Record what the host does and the device runs, until `stop_profile`."""
+        self._profiler = make_profiler(self.device)
+        self._profiler.start()
+
+    def stop_profile(self, directory: Path) -> list[ProfileRow]:
+        """Write this rank's trace into `directory`; what took the time."""
+        self.settle()
+        self._profiler.stop()
+        self._profiler.export_chrome_trace(str(directory / f"rank{self.comm.rank}.json.gz"))
+        return profile_rows(self._profiler, self.device)
 
     def parameters_finite(self) -> bool:
         values = (trained.param for trained in self._engine.state.trained.values())
