@@ -122,12 +122,17 @@ def _remove(path: Path) -> None:
 
 
 def replace_text(file: Path, text: str) -> None:
-    """Write `text` beside `file`, then rename: a reader sees the old text or the new, never a part."""
+    """`replace_bytes` of `text` in UTF-8."""
+    replace_bytes(file, text.encode())
+
+
+def replace_bytes(file: Path, content: bytes) -> None:
+    """Write `content` beside `file`, then rename: a reader sees the old content or the new, never a part."""
     for left in _left_behind(file, PARTIAL):
         _remove(left)
     beside = _beside(file, PARTIAL)
     try:
-        beside.write_text(text, encoding="utf-8")
+        beside.write_bytes(content)
         sync(beside)
         beside.replace(file)
     except BaseException:

@@ -17,7 +17,20 @@ from types import ModuleType
 from fullstride.errors import ConfigError, UsageError, WorkerError
 from fullstride.version import __version__
 
-COMMANDS = ("finetune", "train", "tokenize", "generate", "import-gguf", "plan", "bench", "demo")
+COMMANDS = (
+    "finetune",
+    "train",
+    "tokenize",
+    "generate",
+    "merge",
+    "export",
+    "plot",
+    "plan",
+    "bench",
+    "doctor",
+    "import-gguf",
+    "demo",
+)
 DONE, FAILED, WRONG_USAGE, INTERRUPTED, NO_READER = 0, 1, 2, 130, 141
 
 

@@ -101,3 +101,53 @@ class TokenizeConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
+
+
+@dataclass(frozen=True)
+class MergeConfig:
+    """Keys of `merge`."""
+
+    model: str = key("", "the adapter's base: directory or Hub id", required=True)
+    adapter: str = key("", "PEFT directory", required=True)
+    out: str = key("", "the directory to write", required=True)
+    dtype: str = key("", "precision of the weights written; automatic: the base's", choices=DTYPES)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True)
+class ExportConfig:
+    """Keys of `export`."""
+
+    run: str = key("", "run directory, or a directory of checkpoints", required=True)
+    out: str = key("", "the directory to write", required=True)
+    step: int | str = key("latest", "a step, latest, or best (of keep-best)")
+    model: str = key("", "where the tokenizer is; automatic: what the run was started with")
+    export_dtype: str = key("", "precision of the weights written; automatic: that of training", choices=DTYPES)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if isinstance(self.step, str) and self.step not in ("latest", "best"):
+            raise UsageError(f"step must be a number, latest or best, got {self.step!r}")
+
+
+@dataclass(frozen=True)
+class PlotConfig:
+    """Keys of `plot`."""
+
+    runs: tuple[str, ...] = key((), "run directories, drawn over one another", required=True)
+    out: str = key("", "the PNG to write; automatic: plot.png in the first run")
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True)
+class DoctorConfig:
+    """Keys of `doctor`."""
+
+    json: str = key("", "file to write the findings to")
+
+    def __post_init__(self) -> None:
+        check_fields(self)

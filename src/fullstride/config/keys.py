@@ -257,6 +257,8 @@ def _read_flags(cls: type, argv: Sequence[str], positional: Sequence[str]) -> di
         if not word.startswith("--"):
             if word.endswith(".toml") and not flags:
                 name = ""
+            elif unnamed and hints[unnamed[0]] == tuple[str, ...]:  # takes all words that follow
+                name, word = unnamed[0], (*flags.pop(unnamed[0], ()), word)
             elif unnamed:
                 name = unnamed.pop(0)
             else:

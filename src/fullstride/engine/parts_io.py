@@ -100,6 +100,21 @@ class SavedParts:
                 items += create_read_items_for_chunk_list(key, saved, [_chunk(part)])
         self._reader.read_data(LoadPlan(items), _Target(flat)).wait()
 
+    def dtype(self, unit: str, name: str) -> torch.dtype | None:
+        """Of a unit's buffer `name`; None where that was not saved."""
+        saved = self._tensors.get(_key(unit, name))
+        return saved.properties.dtype if isinstance(saved, TensorStorageMetadata) else None
+
+    def whole(self, unit: str, name: str) -> torch.Tensor:
+        """A unit's buffer `name`, which was saved, flat, on the CPU."""
+        saved = self._tensors[_key(unit, name)]
+        assert isinstance(saved, TensorStorageMetadata)
+        flat = torch.empty(saved.size, dtype=saved.properties.dtype)
+        parts = {unit: {name: Part(flat, 0, flat.numel())}}
+        self.check(parts)
+        self.read(parts)
+        return flat
+
 
 class _Source(DefaultSavePlanner):
     """Where the storage finds what it writes."""

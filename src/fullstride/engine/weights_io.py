@@ -24,7 +24,7 @@ from fullstride.model.hf import (
     extremes,
     write_model,
 )
-from fullstride.model.lora import peft_config, read_peft_config
+from fullstride.model.lora import LoraSettings, peft_config, read_peft_config
 from fullstride.model.spec import ModelConfig, Part, Unit
 from fullstride.parallel.comm import Communicator
 from fullstride.parallel.weights import Views
@@ -176,7 +176,7 @@ def _values(engine: Engine, unit: Unit) -> Views:
     return views
 
 
-def _rows(unit: Unit, views: Views) -> Iterator[tuple[str, torch.Tensor]]:
+def named_rows(unit: Unit, views: Views) -> Iterator[tuple[str, torch.Tensor]]:
     """(name in files, rows of our tensor)."""
     for spec in unit.tensors:
         for part in spec.parts:
@@ -195,19 +195,34 @@ def export_adapter(engine: Engine, directory: str | Path, source: Path | None, o
     tensors: dict[str, torch.Tensor] = {}
     for unit in engine.state.adapter_table:
         if views := _values(engine, unit):
-            tensors |= {name: rows.contiguous() for name, rows in _rows(unit, views)}
+            tensors |= {name: rows.contiguous() for name, rows in named_rows(unit, views)}
     if engine.comm.rank:
         return
+    trained_for = engine.updates if engine.trained else 0
+    write_adapter(directory, engine.lora, engine.state.adapter_table, tensors, source, overwrite, trained_for)
+
+
+def write_adapter(
+    directory: str | Path,
+    lora: LoraSettings,
+    table: tuple[Unit, ...],
+    tensors: dict[str, torch.Tensor],
+    source: Path | None,
+    overwrite: bool,
+    updates: int,
+) -> None:
+    """Write the tensors of an adapter `table`, by their names in files, as export_adapter says. updates: those that
+    have trained them."""
     with whole_directory(Path(directory), overwrite) as new:
         save_tensors(tensors, new / ADAPTER_WEIGHTS, {"format": "pt"})
         written = {name: extremes(values) for name, values in tensors.items()}
-        check_written(Checkpoint(new, ADAPTER_WEIGHTS), engine.state.adapter_table, written)
-        if empty := [name for name, (least, most) in written.items() if engine.trained and least == most == 0]:
+        check_written(Checkpoint(new, ADAPTER_WEIGHTS), table, written)
+        if empty := [name for name, (least, most) in written.items() if updates and least == most == 0]:
             raise ConfigError(
-                f"every adapter must have been trained; {len(empty)} are zero after {engine.updates} updates, "
+                f"every adapter must have been trained; {len(empty)} are zero after {updates} updates, "
                 f"the first is {empty[0]}; leave its projection out of lora-targets if it gets no gradient"
             )
-        write_json(new / "adapter_config.json", peft_config(engine.lora, None if source is None else str(source)))
+        write_json(new / "adapter_config.json", peft_config(lora, None if source is None else str(source)))
         copy_files(source, new, TOKENIZER_FILES)
 
 
@@ -228,6 +243,6 @@ def import_adapter(engine: Engine, directory: str | Path) -> None:
     with engine.comm.committed():
         for unit in engine.state.adapters:
             with engine.state.open_values(unit) as views:
-                for name, rows in _rows(unit, views):
+                for name, rows in named_rows(unit, views):
                     rows.copy_(checkpoint.get(name))
         engine.values_written()

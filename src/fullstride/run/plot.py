@@ -1,41 +1,116 @@
-"""The loss curve of a run directory, as a PNG and as text."""
+"""Curves of run directories: as a PNG, and as text."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
-from fullstride.run.metrics import read_metrics
+from fullstride.config.commands import PlotConfig
+from fullstride.errors import ConfigError
+from fullstride.files import replace_bytes
+from fullstride.run.metrics import read_events, read_metrics
+
+PANELS = {
+    "loss": "loss per supervised token",
+    "lr": "learning rate",
+    "grad_norm": "gradient norm before the clip",
+    "tokens_per_sec": "tokens/s",
+}
+HOW = "pip install 'fullstride[plot]'"
+
+
+def run_plot(config: PlotConfig) -> Path:
+    """Draw runs, several over one another, into one PNG; returns its path. Raises ConfigError for what is no run, and
+    without matplotlib."""
+    runs = {}
+    for name in config.runs:
+        path = Path(name)
+        if not (path / "metrics.csv").is_file():
+            raise ConfigError(f"runs: no metrics.csv in {path}; give run directories, such as runs/NAME")
+        if not read_metrics(path / "metrics.csv"):
+            raise ConfigError(f"runs: {path} has no update yet; wait for the first one")
+        runs[_label(path, config.runs)] = path
+    out = Path(config.out) if config.out else Path(config.runs[0]) / "plot.png"
+    try:
+        figure = _figure(2, 2, (13, 8))
+    except ImportError:
+        raise ConfigError(f"plots need matplotlib: {HOW}") from None
+    for axes, (column, title) in zip(figure.axes, PANELS.items(), strict=True):
+        for label, path in runs.items():
+            _draw(axes, path, column, label if len(runs) > 1 else "", None)
+        axes.set(xlabel="update", ylabel=title)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend()
+    _save(figure, out)
+    return out
 
 
 def plot_loss(run: Path, eval_loss_before: float | None = None) -> Path | None:
-    """Draw `run`/metrics.csv into `run`/loss.png, with the evaluation before the first update at 0.
+    """Draw the losses in `run`/metrics.csv into `run`/loss.png, with the evaluation before the first update at 0.
 
     None, with one line that says how to get it, without matplotlib.
     """
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import MaxNLocator
+        figure = _figure(1, 1, (8, 4.5))
     except ImportError:
-        print("loss.png is left out: pip install 'fullstride[plot]' for plots")
+        print(f"loss.png is left out: {HOW} for plots")
         return None
-    rows = read_metrics(run / "metrics.csv")
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    (axes,) = figure.axes
+    _draw(axes, run, "loss", "", eval_loss_before)
+    axes.set(xlabel="update", ylabel=PANELS["loss"])
+    axes.legend()
+    file = run / "loss.png"
+    _save(figure, file)
+    return file
+
+
+def _label(path: Path, others: Sequence[str]) -> str:
+    """A run's name; its whole path where two have the same."""
+    names = [Path(other).resolve().name for other in others]
+    return str(path) if names.count(path.resolve().name) > 1 else path.resolve().name
+
+
+def _figure(rows: int, columns: int, size: tuple[float, float]) -> Any:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot(xlabel="update", ylabel="loss per supervised token")
-    axes.plot([int(r["step"]) for r in rows], [float(r["loss"]) for r in rows], label="training")
+    for number in range(rows * columns):
+        axes = figure.add_subplot(rows, columns, number + 1)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.grid(alpha=0.3)
+    return figure
+
+
+def _draw(axes: Any, run: Path, column: str, label: str, eval_loss_before: float | None) -> None:
+    """One column of a run's metrics, and with the loss the evaluations. label: "" for the only run."""
+    rows = [row for row in read_metrics(run / "metrics.csv") if row[column]]
+    name = label or ("training" if column == "loss" else "")
+    (line,) = axes.plot([int(r["step"]) for r in rows], [float(r[column]) for r in rows], label=name or None)
+    if column != "loss":
+        return
     evaluated = [(int(r["step"]), float(r["eval_loss"])) for r in rows if r["eval_loss"]]
+    if eval_loss_before is None:
+        first = [e["loss"] for e in read_events(run / "log.jsonl") if e["event"] == "evaluation" and e["step"] == 0]
+        eval_loss_before = first[0] if first else None
     if eval_loss_before is not None:
         evaluated.insert(0, (0, eval_loss_before))
     if evaluated:
-        axes.plot(*zip(*evaluated, strict=True), marker="o", label="evaluation")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.legend()
-    axes.grid(alpha=0.3)
-    file = run / "loss.png"
-    figure.savefig(file, dpi=120)
-    return file
+        colour = {"color": line.get_color(), "linestyle": "--"} if label else {}
+        name = f"{label}, evaluation" if label else "evaluation"
+        axes.plot(*zip(*evaluated, strict=True), marker="o", label=name, **colour)
+
+
+def _save(figure: Any, file: Path) -> None:
+    import io
+
+    png = io.BytesIO()
+    figure.savefig(png, dpi=120, format="png")
+    replace_bytes(file, png.getvalue())
 
 
 def sketch(values: list[float], width: int = 60, height: int = 8) -> str:
