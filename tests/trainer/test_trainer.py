@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+import weakref
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -578,3 +581,23 @@ def test_export_in_float32_has_the_masters_digits(tmp_path: Path) -> None:
     assert head.master is not None
     assert torch.equal(norm, head.layout.views(head.master)["final_norm"])
     assert not torch.equal(norm, norm.bfloat16().float())
+
+
+@pytest.mark.parametrize("options", [{}, {"method": "lora"}, {"zero": 3}, {"offload": ("grads",)}], ids=str)
+def test_memory_comes_back_at_once(options: dict[str, Any]) -> None:
+    """Without waiting for the garbage collector: the next trainer may need it."""
+    gc.collect()
+    gc.disable()
+    try:
+        with Trainer(CONFIG, Options(device="cpu", **options), batch_size=2, seq_len=8) as trainer:
+            trainer.init_weights()
+            ids = np.zeros((2, 8), np.int32)
+            trainer.step(ids, ids)
+            trainer.update(lr=1e-3)
+            trainer.validate(ids, ids)
+            engine = trainer._team.worker.engine  # type: ignore[attr-defined]
+            held = [weakref.ref(o) for o in (engine, engine.state, engine.arena, engine.graphs, engine.state.gradients)]
+            del engine
+        assert [ref() for ref in held] == [None] * len(held)
+    finally:
+        gc.enable()

@@ -11,6 +11,8 @@ from fullstride.config.keys import key
 from fullstride.config.rules import check_decay
 from fullstride.errors import UsageError
 
+SINKS = ("tensorboard", "wandb", "trackio")
+
 
 @dataclass(frozen=True)
 class TrainingConfig(CommandOptions):
@@ -53,7 +55,7 @@ class TrainingConfig(CommandOptions):
     resume: int | str = key("auto", "auto (the newest checkpoint, if any), a step, or never", may_change=True)
     export_dtype: str = key("", "precision of the exported model; automatic: dtype", choices=DTYPES)
     profile: int = key(0, "updates that are traced, after a warm-up of three", at_least=0, may_change=True)
-    log: tuple[str, ...] = key((), "sinks beside CSV and JSONL", now=((),), may_change=True)
+    log: tuple[str, ...] = key((), "sinks beside CSV and JSONL", choices=SINKS, may_change=True)
     dry_run: bool = key(False, "show what the rows become; train nothing, write nothing", may_change=True)
 
     def __post_init__(self) -> None:

@@ -11,6 +11,7 @@ graph.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -133,7 +134,8 @@ class Engine:
         self.stages: dict[int, Stage] = {}
         if settings.trains:
             self._make_stages(stats)
-        self.pipeline = Pipeline(self.schedule, self.mesh, self)
+        # not a cycle: an engine that is dropped must give its memory back at once, not when garbage is collected
+        self.pipeline = Pipeline(self.schedule, self.mesh, weakref.proxy(self))
         self.updates = 0  # updates done, which with the micro-step's number keys the noise
         self.trained = False  # by an update of this engine whose rate was not zero
         self._reset()

@@ -18,6 +18,7 @@ from fullstride.errors import ConfigError
 from fullstride.model.spec import ModelConfig
 from fullstride.run.directory import RunDirectory
 from fullstride.run.inputs import weights_digest
+from fullstride.run.sinks import check_sinks
 from fullstride.trainer.ranks import find_ranks, leads
 
 Config = TypeVar("Config", bound=TrainingConfig)
@@ -43,8 +44,10 @@ class Job:
     eval_loader: Loader | None
 
     def __post_init__(self) -> None:
-        """Raises ConfigError for a length that the run cannot have, and for keep-best without evaluation."""
+        """Raises ConfigError for a length that the run cannot have, for keep-best without evaluation, and for sinks
+        that are not installed."""
         config, num_steps = self.config, self.num_steps
+        check_sinks(config)
         if config.keep_best and self.eval_loader is None:
             raise ConfigError("keep-best needs rows to evaluate on; give eval-data, or leave keep-best out")
         if self.resume_step > num_steps:

@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
+from contextlib import ExitStack, closing, contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,6 +22,7 @@ from fullstride.run.plot import plot_loss
 from fullstride.run.profiling import Tracer
 from fullstride.run.progress import Progress
 from fullstride.run.saving import Checkpoints, check_disk
+from fullstride.run.sinks import Sinks
 from fullstride.trainer.ranks import leads
 from fullstride.trainer.team import attended
 from fullstride.trainer.trainer import Trainer
@@ -114,10 +115,16 @@ class Run:
         self.tracer = Tracer(trainer, job.config.profile, job.num_steps - job.resume_step, self.directory.path)
         self.stop = StopRequest()
         self.progress = Progress(job.num_steps, job.resume_step + 1)
+        self.sinks = Sinks(job.config, self.leads, self.progress.line)
 
     def train(self) -> RunResult:
         """All updates that are left, evaluations, checkpoints and exports."""
-        with self.directory.lock() if self.leads else nullcontext(), self.stop, self.progress:
+        with (
+            self.directory.lock() if self.leads else nullcontext(),
+            self.stop,
+            self.progress,
+            closing(self.sinks),
+        ):
             if self.found(self.finished):
                 self.eval_loss = self.found(lambda: self.metrics.eval_losses().get(self.done))
                 self.progress.line(
@@ -197,6 +204,7 @@ class Run:
         """What comes before the first update of this call."""
         self.eval_loss, best = self.found(self.begin_directory)
         self.checkpoints.begin(self.done, best)
+        self.sinks.begin(self.done)
         self.job.loader.seek(self.position)
         trainable, total = self.trainer.num_parameters
         parameters = {"trainable_parameters": trainable, "parameters": total}
@@ -265,6 +273,7 @@ class Run:
         finally:  # the update has happened: its row is written, also when this is interrupted
             self.metrics.append(row)
             self.log.write("update", **row)
+            self.sinks.write(row)
 
     def check_finite(self, step: int, metrics: dict[str, float], row_ids: list[int]) -> None:
         """Raise ConfigError, before anything is saved, when the update was spoilt."""
