@@ -192,14 +192,15 @@ class FakeHub:
     """Stands in for the `datasets` library, which tests must not need, nor the network."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **splits: list[dict[str, Any]]) -> None:
-        self.calls: list[tuple[str, str | None]] = []
+        self.calls: list[tuple[str, dict[str, Any]]] = []
         self.splits = splits
+        self.error: Exception | None = None
         monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=self.load))
 
-    def load(self, name: str, token: str | None = None) -> dict[str, list[dict[str, Any]]]:
-        self.calls.append((name, token))
-        if name == "no/such":
-            raise FileNotFoundError("Dataset 'no/such' doesn't exist on the Hub")
+    def load(self, path: str, **keys: Any) -> dict[str, list[dict[str, Any]]]:
+        self.calls.append((path, keys))
+        if self.error is not None:
+            raise self.error
         return self.splits
 
 
@@ -218,7 +219,7 @@ def test_ami_trains_on_train_and_validation(monkeypatch: pytest.MonkeyPatch) -> 
     ]
     held_out = eval_parts("ami", None)
     assert held_out and [row.messages[-1]["content"] for row in rows(held_out) if row.messages] == ["3"]
-    assert hub.calls == [("knkarthick/AMI", "secret")] * 2
+    assert hub.calls == [("knkarthick/AMI", {"token": "secret"})] * 2
 
 
 def test_other_hub_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,9 +237,69 @@ def test_other_hub_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
     hub.splits = {"test": [row("3")]}
     with pytest.raises(DataError, match="has no split train; it has test"):
         train("owner/name")
-    with pytest.raises(ConfigError, match=r"cannot load Hub dataset no/such: .*doesn't exist"):
-        train("no/such")
-    assert set(hub.calls) == {("owner/name", None), ("no/such", None)}
+    assert {name for name, _ in hub.calls} == {"owner/name"}
+
+
+def test_a_hub_name_may_say_configuration_and_revision(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    hub = FakeHub(monkeypatch, train=[{"prompt": "p", "completion": "c"}])
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    for name in ("owner/name:3.0.0", "owner/name@v1/x", "owner/name:en.x@abc"):
+        assert train(name) == ["c"]
+        assert rows(train_parts(name))[0].file == f"{name}/train"
+    assert [keys for _, keys in hub.calls[::2]] == [
+        {"name": "3.0.0", "token": None},
+        {"revision": "v1/x", "token": None},
+        {"name": "en.x", "revision": "abc", "token": None},
+    ]
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "owner" / "name", "here")  # a file wins, and what follows its colon is a weight
+    with pytest.raises(UsageError, match="nothing to weigh it against"):
+        train("owner/name:3")
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (
+            FileNotFoundError("Dataset 'owner/name' doesn't exist on the Hub"),
+            "check the name, the network and HF_TOKEN",
+        ),
+        (
+            ValueError("Config name is missing.\nPlease pick one among the available configs: ['en', 'de']"),
+            r"\['en', 'de'\]; choose one of them: owner/name:CONFIGURATION",
+        ),
+        (ValueError("BuilderConfig 'x' not found. Available: ['en', 'de']"), "owner/name:CONFIGURATION"),
+        (FileNotFoundError("Dataset 'owner/name' is a gated dataset on the Hub"), "ask for access .* set HF_TOKEN"),
+        (RuntimeError("403 Forbidden: whatever"), "ask for access"),
+        (ConnectionError("Couldn't reach 'owner/name' on the Hub (LocalEntryNotFoundError)"), "there is no network"),
+        (OSError(), r"OSError; check the name"),
+    ],
+)
+def test_a_dataset_that_does_not_load(monkeypatch: pytest.MonkeyPatch, error: Exception, words: str) -> None:
+    hub = FakeHub(monkeypatch)
+    hub.error = error
+    with pytest.raises(ConfigError, match=f"(?s)^data: cannot load Hub dataset owner/name: .*{words}") as raised:
+        train("owner/name")
+    assert "\n" not in str(raised.value)
+
+
+def test_the_library_itself_loads_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    lines = [{"messages": messages, "prompt": None}, {"prompt": "p", "completion": "c"}, {"prompt": "p"}]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    original = datasets.load_dataset
+    cache = str(tmp_path / "cache")
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda _, token: original(str(tmp_path), cache_dir=cache, token=token)
+    )
+    report = Report()
+    (part,) = train_parts("owner/name")
+    found = rows([part], report)
+    assert found[0].messages == messages and (found[1].prompt, found[1].completion) == ("p", "c")
+    assert [(event["reason"], event["lines"]) for event in report.events()] == [("null content", [3])]
+    scan = part.sources[0].scan()
+    assert scan.count == 3 and len(scan.digest) == 64
 
 
 @pytest.mark.parametrize("name", ["ami", "owner/name"])

@@ -22,7 +22,7 @@ def mix(
     the file's place, once more. Raises UsageError where an epoch would have too many.
     """
     shares = np.array(weights, dtype=np.float64) / np.max(weights)
-    shares /= shares.sum()
+    shares = np.maximum(shares / shares.sum(), 1e-250)
     sizes = np.array(counts) / shares
     total = float(sizes.max())
     if not total <= MOST_DOCUMENTS:

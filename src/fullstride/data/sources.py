@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate, takewhile
 from pathlib import Path
 from typing import Literal
 
@@ -23,6 +24,7 @@ SAMPLE = Path(__file__).with_name("sample.jsonl")
 NUM_SAMPLE_EVAL = 8
 AMI = HubName("knkarthick/AMI")
 EVAL_SPLITS = ("validation", "test")
+MOST_NAME = 4096  # characters; no system has longer paths
 ENDINGS = (".jsonl", ".parquet")
 
 
@@ -137,7 +139,9 @@ def _listed(names: str, key: str) -> list[Group]:
     """The files of a comma-separated list. A name may hold commas too: the longest one that is a file is taken."""
     parts, groups = names.split(","), []
     while parts:
-        for taken in range(len(parts), 0, -1):
+        lengths = accumulate(len(part) + 1 for part in parts)
+        longest = sum(1 for _ in takewhile(lambda length: length <= MOST_NAME, lengths))
+        for taken in range(max(longest, 1), 0, -1):
             if group := _group(",".join(parts[:taken]).strip()):
                 break
         else:
