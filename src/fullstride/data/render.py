@@ -45,6 +45,12 @@ class Rendered:
     row: Row
     text: str
     answers: list[tuple[int, int]] = field(default_factory=list)
+    end: str = ""  # what the template writes after the last answer, beside white space
+
+    def holds(self, prompt: str, content: str) -> bool:
+        """Whether an answer stands after its prompt as it is, and with the end that the last answer has."""
+        begin = len(prompt) + len(content)
+        return bool(self.end) and self.text.startswith(prompt + content) and self.text.startswith(self.end, begin)
 
 
 def render(tokenizer: Any, messages: Sequence[Message], thinking: bool, prompt: bool) -> str:
@@ -102,17 +108,15 @@ class Renderer:
             return []
         documents: list[Rendered] = []
         for turn in reversed(turns):
-            parts = self._turn(row, messages[:turn], messages[turn])
-            if parts is None:
-                continue
-            prompt, answer, tail = parts
-            text = prompt + answer + tail
+            content = messages[turn]["content"]
+            thinking = self.thinking == "on" or (self.thinking == "auto" and END_OF_THINK in content)
+            prompt = render(self.tokenizer, messages[:turn], thinking, prompt=True)
             for document in documents:
-                if document.text.startswith(text):
+                if document.holds(prompt, content):
+                    document.answers.insert(0, (len(prompt), len(prompt) + len(content)))
                     break
             else:
-                documents.append(document := Rendered(row, text))
-            document.answers.insert(0, (len(prompt), len(prompt) + len(answer)))
+                self._add(documents, row, prompt, messages[: turn + 1], thinking)
         if len(documents) > 1:
             self.report.add(row.file, SPLIT, row.line)
         if not documents:
@@ -129,18 +133,30 @@ class Renderer:
             return spoken
         return messages
 
-    def _turn(self, row: Row, history: list[Message], message: Message) -> tuple[str, str, str] | None:
-        """Prompt, answer and what ends the turn, as text; None where the template leaves the answer out.
+    def _add(self, documents: list[Rendered], row: Row, prompt: str, messages: list[Message], thinking: bool) -> None:
+        """Supervise the last message in the document that holds it, with its end, else in a new one."""
+        parts = self._turn(row, prompt, messages, thinking)
+        if parts is None:
+            return
+        prompt, answer, tail = parts
+        text = prompt + answer + tail
+        for document in documents:
+            if document.text.startswith(text):
+                break
+        else:
+            documents.append(document := Rendered(row, text, end=tail.strip()))
+        document.answers.insert(0, (len(prompt), len(prompt) + len(answer)))
+
+    def _turn(self, row: Row, prompt: str, messages: list[Message], thinking: bool) -> tuple[str, str, str] | None:
+        """Prompt, last message and what ends it, as text; None where the template leaves the message out.
 
         The prompt is that of generation. White space that the template writes after it is the model's to write, and so
         are thoughts that the answer holds, and the end of a think block that the prompt has opened. An empty think
         block that the template writes before an answer without thoughts is left out: generation has none there.
         """
-        content = message["content"]
+        history, content = messages[:-1], messages[-1]["content"]
         thinks = END_OF_THINK in content
-        thinking = self.thinking == "on" or (self.thinking == "auto" and thinks)
-        prompt = render(self.tokenizer, history, thinking, prompt=True)
-        whole = render(self.tokenizer, [*history, message], thinking, prompt=False)
+        whole = render(self.tokenizer, messages, thinking, prompt=False)
         follows = whole.startswith(prompt)
         if follows and whole.startswith(content, len(prompt)):  # most templates, most answers
             end = len(prompt) + len(content)
