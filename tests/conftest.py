@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,10 @@ import torch
 if not torch.cuda.is_available():
     # before anything imports Triton: where there is no GPU, kernels run in its interpreter
     os.environ["TRITON_INTERPRET"] = "1"
+
+# tokenised rows of tests are not kept in the home of who runs them; processes that tests start inherit it
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="fullstride-tests-")
+atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 

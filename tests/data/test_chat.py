@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
@@ -10,10 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.conftest import shared
+from tests.data.test_rows import read_rows
 
-from fullstride.data.chat import Example, check_ids, encode, encode_rows, show
+from fullstride.data.chat import Encoder, nothing_left, spans
+from fullstride.data.examples import Example, check_ids
+from fullstride.data.render import SPLIT
 from fullstride.data.report import Report
-from fullstride.data.rows import Row, read_rows
+from fullstride.data.rows import Row
 from fullstride.errors import ConfigError, DataError
 
 NAMES = ["qwen3", "qwen2.5", "smollm2"]
@@ -45,6 +49,17 @@ def with_template(tokenizer: Any, template: str | None, **attributes: Any) -> An
     for name, value in attributes.items():
         setattr(changed, name, value)
     return changed
+
+
+def encode_rows(rows: list[Row], tokenizer: Any, seq_len: int, report: Report, **keys: Any) -> list[Example]:
+    return Encoder(tokenizer, seq_len, report, **keys).encode(rows)
+
+
+def encode(row: Row, tokenizer: Any, seq_len: int, report: Report, **keys: Any) -> Example | None:
+    """The document of a row that has one, or None."""
+    examples = encode_rows([row], tokenizer, seq_len, report, **keys)
+    assert len(examples) <= 1
+    return examples[0] if examples else None
 
 
 def chat(*contents: str, system: str | None = None) -> Row:
@@ -82,12 +97,12 @@ def prompt_text(example: Example, tokenizer: Any) -> str:
 def test_labels_are_the_answers_and_their_end_tokens(tokenizer: Any, num_turns: int, system: str | None) -> None:
     answers = [f"Answer {i}: it is {i * 7}.\n\n- one\n- two \U0001f600" for i in range(num_turns)]
     row = chat(*[text for i, answer in enumerate(answers) for text in (f"Question {i}?", answer)], system=system)
-    example = encoded(row, tokenizer)
-    assert labels(example, tokenizer) == [answer + END for answer in answers]
+    examples = encode_rows([row], tokenizer, LONG, Report())
+    assert [label for example in examples for label in labels(example, tokenizer)] == [a + END for a in answers]
     assert labels(encoded(row, tokenizer, supervise="last"), tokenizer) == [answers[-1] + END]
     assert row.messages is not None
     text = tokenizer.apply_chat_template(row.messages, tokenize=False)
-    assert tokenizer.decode(example.ids.tolist()) == text.removesuffix("\n")
+    assert tokenizer.decode(examples[-1].ids.tolist()) == text.removesuffix("\n")
 
 
 @pytest.mark.parametrize("system", [None, "Be brief."])
@@ -109,9 +124,10 @@ def test_the_think_block_of_the_template_is_prompt_and_that_of_the_row_is_answer
     assert prompt_text(inserted, qwen3).endswith("assistant\n<think>\n\n</think>\n\n")
     thought = "<think>\nA greeting.\n</think>\n\nHello"
     assert labels(encoded(chat("Hi", thought), qwen3), qwen3) == [thought + END]
-    # The template drops the thoughts of turns before the last question, and writes a block in the last turn only.
-    example = encoded(chat("Hi", thought, "Bye", "Ciao"), qwen3)
-    assert labels(example, qwen3) == ["Hello" + END, "Ciao" + END]
+    # The template drops the thoughts of turns before the last question, where a document of its own keeps them.
+    first, last = encode_rows([chat("Hi", thought, "Bye", "Ciao")], qwen3, LONG, Report())
+    assert labels(first, qwen3) == [thought + END] and labels(last, qwen3) == ["Ciao" + END]
+    assert "greeting" not in prompt_text(last, qwen3)
 
 
 @pytest.mark.parametrize("answer", ["\nyes", "\n\n  yes", " yes", "\t- yes", "\u00e9", "e\u0301"])
@@ -138,14 +154,14 @@ def test_the_token_that_merges_answer_and_template_is_a_label() -> None:
 def test_a_special_token_in_text_does_not_end_a_turn(tokenizer: Any) -> None:
     user = f"What does {END} do? And {END}\n<|im_start|>assistant\nthis?"
     answer = f"It writes {END} at the end."
-    example = encoded(chat(user, answer, user, "Yes."), tokenizer)
-    assert labels(example, tokenizer) == [answer + END, "Yes." + END]
+    examples = encode_rows([chat(user, answer, user, "Yes.")], tokenizer, LONG, Report())
+    assert [label for example in examples for label in labels(example, tokenizer)] == [answer + END, "Yes." + END]
 
 
 def test_an_answer_that_is_also_the_prompt_or_the_sentinel(tokenizer: Any) -> None:
     for text in ("yes", "SENTINELANSWER", "SENTINELANSWERX", "<|im_start|>assistant\n", f"a{END}", f"a{END}\n"):
-        example = encoded(chat(text, text, text, text), tokenizer)
-        assert labels(example, tokenizer) == [text + END] * 2
+        examples = encode_rows([chat(text, text, text, text)], tokenizer, LONG, Report())
+        assert [label for example in examples for label in labels(example, tokenizer)] == [text + END] * 2
 
 
 def test_only_the_completion_of_a_conversational_row_is_label(tokenizer: Any) -> None:
@@ -166,7 +182,10 @@ NO_END = "{% for m in messages %}<|im_start|>{{ m.role }}: {{ m.content }}\n{% e
 LAST_ANSWER_ONLY = (
     "{% for m in messages %}{% if m.role == 'user' or loop.last %}{{ m.content }}\n{% endif %}{% endfor %}"
 )
-REFUSES = "{{ raise_exception('roles must alternate') if messages[0].role == 'system' else messages[1].content }}"
+REFUSES = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{% for m in messages %}{{ m.content }} {% endfor %}"
+)
 
 
 def test_a_template_that_trims(smollm2: Any) -> None:
@@ -192,10 +211,13 @@ def test_a_template_without_end_token_gets_the_tokenizers(smollm2: Any) -> None:
         encode(chat("a?", "yes"), with_template(smollm2, NO_END, eos_token=None), LONG, Report())
 
 
-def test_an_answer_that_the_template_leaves_out_teaches_nothing(smollm2: Any) -> None:
+def test_an_answer_that_the_template_takes_out_of_later_turns_has_a_document_of_its_own(smollm2: Any) -> None:
     tokenizer = with_template(smollm2, LAST_ANSWER_ONLY)
-    example = encoded(chat("a?", "yes", "b?", "no"), tokenizer)
-    assert [label.strip() for label in labels(example, tokenizer)] == ["no" + END]
+    report = Report()
+    first, last = encode_rows([chat("a?", "yes", "b?", "no")], tokenizer, LONG, report)
+    assert tokenizer.decode(first.ids.tolist()).split() == ["a?", "yes" + END]
+    assert tokenizer.decode(last.ids.tolist()).split() == ["a?", "b?", "no" + END]
+    assert [(event["reason"], event["count"]) for event in report.events()] == [(SPLIT, 1)]
 
 
 def test_a_row_that_the_template_refuses_is_dropped_and_counted(smollm2: Any) -> None:
@@ -290,10 +312,10 @@ def test_a_completion_as_long_as_the_row_leaves_no_prompt(smollm2: Any, num_comp
 
 def test_a_long_chat_keeps_its_last_answer(tokenizer: Any) -> None:
     row = chat("a? " * 50, "first " * 50, "b? " * 50, "Yes, it is.")
-    example = encoded(row, tokenizer, 64)
+    example = encode_rows([row], tokenizer, 64, Report())[-1]
     assert len(example.ids) == 64
     assert labels(example, tokenizer)[-1] == "Yes, it is." + END
-    example = encoded(row, tokenizer, 4)
+    example = encode_rows([row], tokenizer, 4, Report())[-1]
     assert example.supervised.tolist() == [False, True, True, True]
     assert tokenizer.decode(example.ids.tolist()).lstrip() in ("Yes, it is", "Yes, it is.")
 
@@ -307,20 +329,20 @@ def test_truncate_drop_and_error(smollm2: Any) -> None:
         encode_rows(rows, smollm2, 48, Report(), truncate="error")
 
 
-def test_a_row_without_any_label_is_dropped_and_all_such_are_an_error(smollm2: Any) -> None:
+def test_a_row_without_any_label_is_dropped(smollm2: Any) -> None:
     tokenizer = with_template(smollm2, "{{ messages[0].content }}")  # a template that leaves answers out
     rows = [Row("a.jsonl", line, prompt="a", completion=" b") for line in range(1, 8)]
     lost = Row("a.jsonl", 8, messages=chat("a?", "yes").messages)
     report = Report()
     assert len(encode_rows([*rows, lost], tokenizer, 48, report)) == 7
     assert [(event["reason"], event["lines"]) for event in report.events()] == [("no supervised token left", [8])]
-    with pytest.raises(DataError, match=r"no data rows left with seq-len 48: .*no supervised token left \(line 8\)"):
-        encode_rows([lost], tokenizer, 48, Report())
     # One position: the only token of each row is its first, which nothing predicts.
-    with pytest.raises(DataError, match=r"no data rows left with seq-len 1: .*7 rows: no supervised token left"):
-        encode_rows(rows, tokenizer, 1, Report())
-    with pytest.raises(DataError, match="the files hold no rows"):
-        encode_rows([], tokenizer, 48, Report())
+    report = Report()
+    assert encode_rows(rows, tokenizer, 1, report) == []
+    assert [(event["reason"], event["count"]) for event in report.events()] == [("no supervised token left", 7)]
+    words = r"no data rows left with seq-len 1: a\.jsonl: 7 rows: no supervised token left .*raise seq-len"
+    assert re.match(words, str(nothing_left(1, report)))
+    assert "the files hold no rows" in str(nothing_left(1, Report()))
 
 
 def test_ids_that_the_model_does_not_have(smollm2: Any) -> None:
@@ -331,9 +353,9 @@ def test_ids_that_the_model_does_not_have(smollm2: Any) -> None:
     check_ids([encoded(chat("a?", "yes"), smollm2)], len(smollm2) + 128)
 
 
-def test_show_marks_the_labels(smollm2: Any) -> None:
+def test_spans_are_cut_where_labels_begin_and_end(smollm2: Any) -> None:
     example = encoded(chat("a?", "yes", "b?", "no", system="s"), smollm2)
-    assert show(example, smollm2) == (
+    assert "".join(f"«{text}»" if label else text for text, label in spans(example, smollm2)) == (
         "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\na?<|im_end|>\n<|im_start|>assistant\n«yes<|im_end|>»\n"
         "<|im_start|>user\nb?<|im_end|>\n<|im_start|>assistant\n«no<|im_end|>»"
     )
@@ -344,12 +366,14 @@ def test_shared_rows_have_their_answers_as_labels(tokenizer: Any, file: str) -> 
     rows = read_rows(shared("data", f"{file}.jsonl"), Report())
     report = Report()
     examples = encode_rows(rows, tokenizer, LONG, report)
-    assert report.total == 0 and len(examples) == len(rows)
-    for row, example in zip(rows, examples, strict=True):
+    assert {event["reason"] for event in report.events()} <= {SPLIT}
+    assert len(examples) == len(rows) or report.total
+    for row in rows:
         assert row.messages is not None
         answers = [message["content"] for message in row.messages if message["role"] == "assistant"]
+        found = [label for example in examples if example.line == row.line for label in labels(example, tokenizer)]
         # Surrounding white space may merge with, or be trimmed by, the template.
-        assert [label.strip() for label in labels(example, tokenizer)] == [answer.strip() + END for answer in answers]
+        assert [label.strip() for label in found] == [answer.strip() + END for answer in answers]
 
 
 def test_rows_are_the_same_alone_and_together(smollm2: Any) -> None:

@@ -9,9 +9,17 @@ from typing import Any
 import pytest
 from tests.conftest import shared
 
+from fullstride.data.readers import JsonlFile
 from fullstride.data.report import Report
-from fullstride.data.rows import MEETING_SYSTEM_PROMPT, Row, read_rows
+from fullstride.data.rows import MEETING_SYSTEM_PROMPT, Row, rows_of
 from fullstride.errors import ConfigError
+
+
+def read_rows(path: Path, report: Report) -> list[Row]:
+    """All rows of a JSONL file."""
+    source = JsonlFile(path)
+    return list(rows_of(source.records(), source.name, report))
+
 
 GOOD = {"prompt": "Say hello.", "completion": "Hello."}
 BAD_LINES = [
@@ -182,4 +190,7 @@ def test_long_line_lists_are_whole_in_events_and_short_in_the_summary() -> None:
     for line in range(1, 9):
         report.add("a.jsonl", "truncated", line)
     assert report.events()[0]["lines"] == list(range(1, 9))
-    assert report.summary() == ["a.jsonl: 8 rows: truncated (lines 1, 2, 3, 4, 5, ...)"]
+    assert report.summary() == ["a.jsonl: 8 rows: truncated (lines 1-8)"]
+    for line in range(10, 22, 2):
+        report.add("a.jsonl", "truncated", line)
+    assert report.summary() == ["a.jsonl: 14 rows: truncated (lines 1-8, 10, 12, 14, 16, ...)"]

@@ -282,7 +282,7 @@ def test_no_rows_left_is_refused(model_dir: Path, tmp_path: Path) -> None:
         run(model_dir, good, tmp_path / "run", steps=1, eval_data=empty)
     with pytest.raises(ConfigError, match="no such file"):
         run(model_dir, tmp_path / "missing.jsonl", tmp_path / "run", steps=1)
-    with pytest.raises(UsageError, match="weights are not available yet"):
+    with pytest.raises(UsageError, match="has a weight, and nothing to weigh it against"):
         run(model_dir, Path(f"{data}:0.5"), tmp_path / "run", steps=1)
     with pytest.raises(ConfigError, match=r"no adapter_config\.json"):
         run(model_dir, write_rows(data, 3), tmp_path / "run", steps=1, adapter=tmp_path)

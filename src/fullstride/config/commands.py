@@ -69,6 +69,7 @@ class GenerateConfig:
     prompt: str = key("", "what the user says")
     prompt_file: str = key("", "the same from a text file")
     system: str = key("", "system message; automatic: the chat template's own")
+    thinking: str = key("off", "of models with think blocks: on prompts for thoughts", choices=("on", "off"))
     raw: bool = key(False, "continue the prompt as it is, without the chat template")
     max_new_tokens: int = key(200, "most tokens generated", at_least=1)
     temperature: float = key(0.0, "0: the likeliest token each time; else sampling", at_least=0)

@@ -217,7 +217,7 @@ def read_toml(file: Path) -> dict[str, Any]:
         raise ConfigError(f"{file}: no such file; what comes first is a RUN.toml, keys begin with --")
     try:
         tree = tomllib.loads(file.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{file}: not valid TOML ({error})") from None
     values: dict[str, Any] = {}
 

@@ -95,13 +95,22 @@ class FinetuneConfig(TrainingConfig):
     model: str = key("", "directory, or Hub id found in the local cache or downloaded", required=True)
     data: str = key(
         "",
-        "JSONL file(s), a directory (trains on its train.jsonl, evaluates on validation.jsonl, else test.jsonl), "
-        "sample, a Hub id, or ami (that Hub set: trains on train and validation, evaluates on test)",
+        "JSONL or Parquet files (a.jsonl:0.3,b.jsonl:0.7 weighs them), a directory (trains on its train.jsonl, "
+        "evaluates on validation.jsonl, else test.jsonl), sample, a Hub id (OWNER/NAME:CONFIGURATION@REVISION), or ami "
+        "(that Hub set: trains on train and validation, evaluates on test)",
         required=True,
     )
     eval_data: str = key("", "rows to evaluate on; automatic: those that the data directory or set has")
     method: str = key("lora", "what trains", choices=("full", "lora"))
     train_on: str = key("all", "supervise every assistant turn, or the last only", choices=("all", "last"))
+    thinking: str = key(
+        "auto",
+        "of models with think blocks, how answers are prompted; auto: on for those that hold thoughts, else off",
+        choices=("auto", "on", "off"),
+    )
+    cache_dir: str = key(
+        "", "where tokenised rows are kept; automatic: ~/.cache/fullstride/rows; off: nowhere", may_change=True
+    )
     truncate: str = key("prompt-start", "what happens to rows over seq-len", choices=("prompt-start", "drop", "error"))
 
 

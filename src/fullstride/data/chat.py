@@ -1,7 +1,7 @@
 """Rows as token ids, with a mask of the tokens that are labels.
 
-The mask is found by character offsets: a row is rendered and tokenised once, as a whole, and a token is a label where
-it overlaps an answer's characters. Tokenising prompt and answer apart would give other tokens wherever one token
+The mask is found by character offsets: a document (see render) is tokenised once, as a whole, and a token is a label
+where it overlaps an answer's characters. Tokenising prompt and answer apart would give other tokens wherever one token
 reaches over the seam, and would leave the answer's first token without a label.
 
 Text of a row that spells a special token (`<|im_end|>` in a user's message) becomes that token, as in generation; it
@@ -10,185 +10,114 @@ does not end the turn for the mask.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
 
+from fullstride.data.examples import Example
+from fullstride.data.render import NOTHING_LEFT, Rendered, Renderer, Supervise, Thinking
 from fullstride.data.report import Report
-from fullstride.data.rows import Message, Row
+from fullstride.data.rows import Row
 from fullstride.errors import ConfigError, DataError
 
 Truncate = Literal["prompt-start", "drop", "error"]
-Supervise = Literal["all", "last"]
 
-# Letters only, so that no template trims or escapes it.
-SENTINEL = "SENTINELANSWER"
-# what a chat template's code stumbles over, besides what it raises itself
-STUMBLES = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError)
-ROWS_PER_CALL = 256  # the tokenizer works on many texts at once; offsets of all of them are alive together
-NOTHING_LEFT = "no supervised token left"
+# The tokenizer works on many texts at once; what it says of all of them, some 600 bytes a token, is alive together.
+ROWS_PER_CALL, CHARACTERS_PER_CALL = 256, 2**20
+MOST_CHARACTERS = 4 * 2**20  # of one text: 5 seconds and 0.8 GB at the tokenizer
+TOO_LONG = f"longer than {MOST_CHARACTERS:,} characters"
 
 
-@dataclass(frozen=True)
-class Example:
-    """One row of token ids: `ids` int32 [n], `supervised` bool [n]: which tokens are labels.
-
-    `supervised[0]` is False: nothing comes before the first token to predict it.
-    """
-
-    ids: np.ndarray
-    supervised: np.ndarray
-    file: str
-    line: int
+def nothing_left(seq_len: int, report: Report, hints: Sequence[str] = ()) -> DataError:
+    """The error for data without a row to train on; `hints`: what the files may be."""
+    found = "; ".join([*report.summary(), *hints]) or "the files hold no rows"
+    return DataError(f"no data rows left with seq-len {seq_len}: {found}. Correct the data or raise seq-len")
 
 
-@dataclass(frozen=True)
-class Rendered:
-    """A row's text, and the characters [start, end) of its answers, in order."""
-
-    row: Row
-    text: str
-    answers: list[tuple[int, int]]
-
-
-def encode(
-    row: Row,
-    tokenizer: Any,
-    seq_len: int,
-    report: Report,
-    truncate: Truncate = "prompt-start",
-    supervise: Supervise = "all",
-) -> Example | None:
-    """One row as at most `seq_len` tokens; None where it is dropped (counted in `report`). See encode_rows."""
-    return next(iter(Encoder(tokenizer, seq_len, report, truncate, supervise).encode([row])), None)
-
-
-def encode_rows(
-    rows: Sequence[Row],
-    tokenizer: Any,
-    seq_len: int,
-    report: Report,
-    truncate: Truncate = "prompt-start",
-    supervise: Supervise = "all",
-) -> list[Example]:
-    """All rows as examples of at most `seq_len` tokens, in order.
-
-    `tokenizer` is a fast tokenizer of transformers. `supervise` says whether all answers of a chat are labels or the
-    last one only. Rows over `seq_len`: `prompt-start` drops the row's beginning, but never of the last answer, which
-    keeps its first `seq_len` tokens when it alone is longer; `drop` drops the row; `error` raises. What is changed or
-    dropped is counted in `report`.
-
-    Raises DataError when no row is left or, with `error`, for the first row that is too long; ConfigError for a
-    tokenizer that cannot do the job.
-    """
-    encoder = Encoder(tokenizer, seq_len, report, truncate, supervise)
-    examples = []
-    for begin in range(0, len(rows), ROWS_PER_CALL):
-        examples += encoder.encode(rows[begin : begin + ROWS_PER_CALL])
-    if not examples:
-        found = "; ".join(report.summary()) or "the files hold no rows"
-        raise DataError(f"no data rows left with seq-len {seq_len}: {found}. Correct the data or raise seq-len")
-    return examples
-
-
-def check_ids(examples: Iterable[Example], vocab_size: int) -> None:
-    """Raises DataError for a token that the model has no embedding for. More embeddings than tokens is legal."""
-    for example in examples:
-        largest = int(example.ids.max())
-        if largest >= vocab_size:
-            raise DataError(
-                f"{example.file} line {example.line}: token id {largest}, but the model has {vocab_size} embedding "
-                f"rows (ids 0 to {vocab_size - 1}); use the tokenizer that belongs to the model"
-            )
-
-
-def show(example: Example, tokenizer: Any) -> str:
-    """The row as text, its supervised parts between « and »."""
+def spans(example: Example, tokenizer: Any) -> Iterator[tuple[str, bool]]:
+    """The row as text, cut where labels begin and end; with each piece whether it is one."""
     edges = np.flatnonzero(np.diff(example.supervised)) + 1
-    parts = []
     for run in np.split(np.arange(len(example.ids)), edges):
         text = tokenizer.decode(example.ids[run].tolist(), clean_up_tokenization_spaces=False)
-        parts.append(f"«{text}»" if example.supervised[run[0]] else text)
-    return "".join(parts)
+        yield text, bool(example.supervised[run[0]])
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """encode_rows, for rows that the tokenizer takes in one call."""
+    """Rows as examples of at most `seq_len` tokens.
+
+    `tokenizer` is a fast tokenizer of transformers. `supervise` says whether all answers of a chat are labels or the
+    last one only, `thinking` how they are prompted (see Renderer). Documents over `seq_len`: `prompt-start` drops the
+    beginning, but never of the last answer, which keeps its first `seq_len` tokens when it alone is longer; `drop`
+    drops the document; `error` raises DataError. What is changed or dropped is counted in `report`. Raises ConfigError
+    for a tokenizer that cannot do the job.
+    """
 
     tokenizer: Any
     seq_len: int
     report: Report
-    truncate: Truncate
-    supervise: Supervise
+    truncate: Truncate = "prompt-start"
+    supervise: Supervise = "all"
+    thinking: Thinking = "auto"
 
-    def encode(self, rows: Sequence[Row]) -> list[Example]:
+    def encode(self, rows: Iterable[Row]) -> list[Example]:
+        """The documents of some rows, in order; a chat may become several."""
+        return [example for part in self.encode_all(rows) for example in part]
+
+    def encode_all(self, rows: Iterable[Row]) -> Iterator[list[Example]]:
+        """The same, some hundred at a time. The next ones are rendered while the tokenizer works on these."""
         if not getattr(self.tokenizer, "is_fast", False):
             raise ConfigError(
                 f"{type(self.tokenizer).__name__} gives no character offsets, which the loss mask needs; "
                 "use a model directory with a tokenizer.json"
             )
-        rendered = [text for row in rows if (text := self._render(row)) is not None]
-        if not rendered:
-            return []
+        with ThreadPoolExecutor(1) as pool:  # outside Python's lock
+            under_way: tuple[list[Rendered], Future[Any]] | None = None
+            for texts in self._calls(rows):
+                following = texts, pool.submit(self._tokenize, texts)
+                if under_way is not None:
+                    yield self._examples(*under_way)
+                under_way = following
+            if under_way is not None:
+                yield self._examples(*under_way)
+
+    def _calls(self, rows: Iterable[Row]) -> Iterator[list[Rendered]]:
+        """The texts of all rows, as many at a time as the tokenizer takes in one call."""
+        renderer = Renderer(self.tokenizer, self.thinking, self.supervise, self.report)
+        call: list[Rendered] = []
+        room = CHARACTERS_PER_CALL
+        for row in rows:
+            for document in renderer.documents(row):
+                if len(document.text) > MOST_CHARACTERS:
+                    self._drop(row, TOO_LONG)
+                    continue
+                if call and (len(call) == ROWS_PER_CALL or len(document.text) > room):
+                    yield call
+                    call, room = [], CHARACTERS_PER_CALL
+                call.append(document)
+                room -= len(document.text)
+        if call:
+            yield call
+
+    def _tokenize(self, texts: list[Rendered]) -> Any:
         # The template has written the special tokens. verbose=False: a row over the model's limit is ours to handle.
-        tokens = self.tokenizer(
-            [text.text for text in rendered], add_special_tokens=False, return_offsets_mapping=True, verbose=False
+        return self.tokenizer(
+            [text.text for text in texts],
+            add_special_tokens=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            return_offsets_mapping=True,
+            verbose=False,
         )
-        examples = map(self._example, rendered, tokens["input_ids"], tokens["offset_mapping"])
+
+    def _examples(self, texts: list[Rendered], tokens: Future[Any]) -> list[Example]:
+        found = tokens.result()
+        examples = map(self._example, texts, found["input_ids"], found["offset_mapping"])
         return [example for example in examples if example is not None]
-
-    def _render(self, row: Row) -> Rendered | None:
-        if row.messages is None:
-            text = row.prompt + row.completion
-            return Rendered(row, text, [(len(row.prompt), len(text))])
-        from jinja2 import TemplateError
-
-        turns = [i for i, m in enumerate(row.messages) if i >= row.first_answer and m["role"] == "assistant"]
-        if self.supervise == "last":
-            turns = turns[-1:]
-        try:
-            text = self._apply_template(row.messages)
-            answers = [self._answer(text, row.messages, turn) for turn in turns]
-        except ConfigError:
-            raise
-        except (TemplateError, *STUMBLES) as error:  # such as roles that do not alternate
-            return self._drop(row, f"refused by the chat template: {error}")
-        return Rendered(row, text, [answer for answer in answers if answer is not None])
-
-    def _apply_template(self, messages: list[Message]) -> str:
-        if not self.tokenizer.chat_template:
-            raise ConfigError(
-                "chat rows need a chat template, and this tokenizer has none: use the model's instruct version, put a "
-                "chat_template.jinja into the model directory, or give rows of prompt and completion as plain text"
-            )
-        return self.tokenizer.apply_chat_template(messages, tokenize=False)
-
-    def _answer(self, text: str, messages: list[Message], turn: int) -> tuple[int, int] | None:
-        """The characters of `text` that stand for the content of message `turn`; None if the template leaves it out.
-
-        The chat is rendered again with a sentinel as that content. What comes before and after the sentinel is the
-        template's and the other messages'; what `text` has instead of the sentinel is the answer, whatever the
-        template has trimmed. A template may also render before it what depends on it (Qwen3 takes a think block out
-        of the content and writes it anew): then all that differs is the answer, and all of the content that stands
-        there verbatim.
-        """
-        sentinel = SENTINEL
-        while sentinel in text:
-            sentinel += "X"
-        content = messages[turn]["content"]
-        messages = [*messages[:turn], {**messages[turn], "content": sentinel}, *messages[turn + 1 :]]
-        head, found, tail = self._apply_template(messages).partition(sentinel)
-        if not found:
-            return None
-        start = _common_prefix(text, head)
-        end = len(text) - _common_prefix(text[start:][::-1], tail[::-1])
-        if start < len(head) and text.endswith(content, 0, end):
-            start = min(start, end - len(content))
-        return start, end
 
     def _example(self, rendered: Rendered, ids: list[int], offsets: list[tuple[int, int]]) -> Example | None:
         row = rendered.row
@@ -280,11 +209,3 @@ class Encoder:
         """The token that the tokenizer itself puts before a text, if it does."""
         added = self.tokenizer("")["input_ids"]
         return self.tokenizer.bos_token_id if list(added[:1]) == [self.tokenizer.bos_token_id] else None
-
-
-def _common_prefix(a: str, b: str) -> int:
-    """Number of characters that two texts begin with alike."""
-    length = min(len(a), len(b))
-    codes = [np.frombuffer(text[:length].encode("utf-32-le"), dtype=np.uint32) for text in (a, b)]
-    differ = np.flatnonzero(codes[0] != codes[1])
-    return int(differ[0]) if differ.size else length

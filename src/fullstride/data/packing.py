@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fullstride.data.chat import Example
+from fullstride.data.examples import Example, facts_of
 from fullstride.data.loader import IGNORED
 
 DIGITS = 16  # of a digest in hexadecimal; 64 bits
@@ -21,7 +21,8 @@ class PackedRows:
     """
 
     def __init__(self, examples: Sequence[Example], seq_len: int, packing: bool) -> None:
-        lengths = np.array([len(example.ids) for example in examples], dtype=np.int64)
+        self._facts = facts_of(examples)
+        lengths = self._facts.lengths
         assert len(lengths) == 0 or lengths.max() <= seq_len, "examples are encoded for this seq_len"
         self.examples, self.seq_len, self.packing = examples, seq_len, packing
         self.documents = pack(lengths, seq_len) if packing else one_per_row(len(examples))
@@ -47,7 +48,7 @@ class PackedRows:
 
     def lengths(self, row: int) -> list[int]:
         """See Rows."""
-        return [len(example.ids) for example in self.of(row)]
+        return self._facts.lengths[self.documents[row]].tolist()
 
     def where(self, row: int) -> list[str]:
         """See Rows."""
@@ -55,18 +56,15 @@ class PackedRows:
 
     def describe(self) -> str:
         """See Rows."""
-        supervised = sum(int(example.supervised.sum()) for example in self.examples)
+        supervised = int(self._facts.supervised.sum())
         return f"{len(self.examples):,} documents, {self.num_tokens:,} tokens ({supervised:,} supervised)"
 
     def digest(self) -> str:
-        """Counts, and a SHA-256 over ids and masks of all documents in the order of the rows."""
+        """Counts, and a SHA-256 over the hashes of ids and masks of all documents in the order of the rows."""
         digest = hashlib.sha256()
-        for row in range(len(self)):
-            digest.update(len(self.documents[row]).to_bytes(8, "little"))
-            for example in self.of(row):
-                digest.update(len(example.ids).to_bytes(8, "little"))
-                digest.update(example.ids.tobytes())
-                digest.update(example.supervised.tobytes())
+        for documents in self.documents:
+            digest.update(len(documents).to_bytes(8, "little"))
+            digest.update(self._facts.hashes[documents].astype("<i8").tobytes())
         return f"{len(self)} rows of {self.num_tokens} tokens (sha256 {digest.hexdigest()[:DIGITS]})"
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
-SHOWN_LINES = 5
+# controls except tab and line feed, and what turns the direction of writing
+STEERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+SHOWN_RUNS = 5  # of line numbers
 
 
 @dataclass
@@ -38,8 +41,8 @@ class Report:
     def summary(self) -> list[str]:
         """One line of text a file and reason, with the first line numbers, for people."""
         return [
-            f"{event['file']}: {reason_text(event['reason'], event['count'])} "
-            f"(line{'s' if event['count'] > 1 else ''} {_first(event['lines'])})"
+            f"{safe(event['file'])}: {safe(reason_text(event['reason'], event['count']))} "
+            f"(line{'s' if event['count'] > 1 else ''} {line_numbers(event['lines'])})"
             for event in self.events()
         ]
 
@@ -49,6 +52,24 @@ def reason_text(reason: str, count: int) -> str:
     return f"{count} row{'s' if count > 1 else ''}: {reason}"
 
 
-def _first(lines: list[int]) -> str:
-    shown = ", ".join(str(line) for line in lines[:SHOWN_LINES])
-    return f"{shown}, ..." if len(lines) > SHOWN_LINES else shown
+def safe(text: str) -> str:
+    """Text that a terminal only shows."""
+    return STEERS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def line_numbers(lines: list[int]) -> str:
+    """`3, 7-9, ...`: runs in short, and not more than some of them."""
+    runs: list[list[int]] = []
+    for line in sorted(lines):
+        if runs and line <= runs[-1][1] + 1:
+            runs[-1][1] = line
+        else:
+            runs.append([line, line])
+        if len(runs) > SHOWN_RUNS:
+            return ", ".join(map(_run, runs[:-1])) + ", ..."
+    return ", ".join(map(_run, runs))
+
+
+def _run(run: list[int]) -> str:
+    first, last = run
+    return f"{first}" if first == last else f"{first}, {last}" if last == first + 1 else f"{first}-{last}"

@@ -1,4 +1,4 @@
-"""JSONL lines as rows to train on. A line that is not a row is dropped and counted, with its reason and number.
+"""Records as rows to train on. A record that is not a row is dropped and counted, with its reason and number.
 
 Shapes of a row:
   {"messages": [{"role", "content"}, ...]}   a chat: every assistant turn is an answer
@@ -10,13 +10,11 @@ Shapes of a row:
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from fullstride.data.report import Report
-from fullstride.errors import ConfigError
 
 MEETING_SYSTEM_PROMPT = (
     "You are a meeting assistant. Write a concise summary of the meeting transcript: the main discussion points, "
@@ -26,6 +24,9 @@ MEETING_SYSTEM_PROMPT = (
 ROLES = ("system", "user", "assistant")
 # Parts of a message that a chat template would render but that a mask over `content` cannot supervise.
 UNSUPPORTED_KEYS = ("tool_calls", "function_call", "reasoning_content")
+
+SHAPES = (("messages",), ("prompt", "completion"), ("dialogue", "summary"))
+COLUMNS = (*(key for shape in SHAPES for key in shape), "tools")  # what is looked at
 
 Message = dict[str, str]
 
@@ -49,21 +50,12 @@ class BadRow(Exception):
     """A record that cannot be trained on; its text is the reason that is counted."""
 
 
-def read_rows(path: Path, report: Report) -> list[Row]:
-    """The rows of a JSONL file, in order; bad lines go to `report`. Raises ConfigError for a file it cannot read."""
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}; name a readable JSONL file") from error
-    # Only "\n" ends a line of JSONL. str.splitlines would also cut inside a text that holds U+2028.
-    return parse_rows(content.split(b"\n"), str(path), report)
-
-
-def parse_rows(records: Iterable[bytes | dict[str, Any]], file: str, report: Report) -> list[Row]:
-    """Rows of raw lines or of decoded objects, numbered from 1; blank lines are no rows, bad ones go to `report`."""
-    rows = []
-    for line, record in enumerate(records, start=1):
+def rows_of(records: Iterable[tuple[int, bytes | dict[str, Any] | BadRow]], file: str, report: Report) -> Iterator[Row]:
+    """Rows of numbered records of `file`: lines or objects. Blank lines are no rows, bad ones go to `report`."""
+    for line, record in records:
         try:
+            if isinstance(record, BadRow):
+                raise record
             if isinstance(record, bytes):
                 record = read_record(record)
                 if record is None:
@@ -74,8 +66,7 @@ def parse_rows(records: Iterable[bytes | dict[str, Any]], file: str, report: Rep
             continue
         if num_cut:
             report.add(file, "turns after the last answer cut", line)
-        rows.append(row)
-    return rows
+        yield row
 
 
 def meeting_messages(dialogue: str) -> list[Message]:
@@ -110,20 +101,30 @@ def parse_record(record: Any, file: str, line: int) -> tuple[Row, int]:
         raise BadRow("not an object")
     if record.get("tools"):
         raise BadRow("tools are not supported")
-    if "messages" in record:
+    shape = _shape(record)
+    if shape == ("messages",):
         return _chat_row(_messages(record["messages"]), 0, file, line)
-    if "prompt" in record or "completion" in record:
+    if shape == ("prompt", "completion"):
         prompt, completion = _field(record, "prompt"), _field(record, "completion")
         if isinstance(prompt, list) and isinstance(completion, list):
             return _chat_row(_messages(prompt) + _messages(completion), len(prompt), file, line)
         return Row(file, line, prompt=plain_text(prompt), completion=_answer(completion)), 0
-    if "dialogue" in record or "summary" in record:
+    if shape == ("dialogue", "summary"):
         dialogue, summary = plain_text(_field(record, "dialogue")), _answer(_field(record, "summary"))
         if not dialogue.strip():
             raise BadRow("empty dialogue")
         answer = {"role": "assistant", "content": summary.strip()}
         return _chat_row([*meeting_messages(dialogue), answer], 0, file, line)
     raise BadRow("unknown shape")
+
+
+def _shape(record: dict[str, Any]) -> tuple[str, ...] | None:
+    """The keys that make the record what it is. In a table every row has all columns: null ones are another shape's."""
+    for present in (lambda key: record.get(key) is not None, lambda key: key in record):
+        for shape in SHAPES:
+            if any(present(key) for key in shape):
+                return shape
+    return None
 
 
 def _chat_row(messages: list[Message], first_answer: int, file: str, line: int) -> tuple[Row, int]:
@@ -137,6 +138,10 @@ def _chat_row(messages: list[Message], first_answer: int, file: str, line: int) 
 def _messages(value: Any) -> list[Message]:
     if value is None:
         raise BadRow("null content")
+    columns = list(value.values()) if isinstance(value, dict) else []
+    if columns and all(isinstance(column, list) and len(column) == len(columns[0]) for column in columns):
+        # the Hub's library makes one object of lists out of a list of objects
+        value = [dict(zip(value, turn, strict=True)) for turn in zip(*columns, strict=True)]
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
         raise BadRow("messages are not a list of objects")
     return [_message(message) for message in value]
@@ -145,7 +150,7 @@ def _messages(value: Any) -> list[Message]:
 def _message(message: dict[str, Any]) -> Message:
     role = _field(message, "role")
     if role not in ROLES:
-        raise BadRow(f"role {role!r} is not supported")
+        raise BadRow(f"role {role!r:.40} is not supported")
     for key in UNSUPPORTED_KEYS:
         if message.get(key):
             raise BadRow(f"{key} is not supported")

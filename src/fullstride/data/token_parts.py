@@ -101,15 +101,7 @@ class Parts:
 
     def finish(self) -> None:
         """Put the token file together; the raw files go."""
-        whole, masked = self.directory / "whole", self.written.masked > 0
-        with whole.open("wb") as out:
-            write_header(out, self._origin, self.written.documents, self.written.tokens, masked)
-            ends = np.cumsum(np.fromfile(self.directory / "documents", "<i8"), dtype="<i8")
-            out.write(np.concatenate([np.zeros(1, "<i8"), ends]).data)
-            for piece in self._pieces("tokens"):
-                out.write(piece)
-            for piece in self._pieces("supervised") if masked else ():
-                out.write(np.packbits(np.frombuffer(piece, np.uint8), bitorder="little").data)
+        whole = put_together(self.directory, self._origin, self.written)
         sync(whole)
         whole.replace(self._out)
         sync(self._out.parent)
@@ -119,7 +111,22 @@ class Parts:
         """Remove the raw files."""
         shutil.rmtree(self.directory, ignore_errors=True)
 
-    def _pieces(self, name: str) -> Iterator[bytes]:
-        with (self.directory / name).open("rb") as file:
-            while piece := file.read(COPIED):
-                yield piece
+
+def put_together(raw: Path, origin: Origin, written: Written) -> Path:
+    """A token file of the raw files in `raw`, where it is made too."""
+    whole, masked = raw / "whole", written.masked > 0
+    with whole.open("wb") as out:
+        write_header(out, origin, written.documents, written.tokens, masked)
+        ends = np.cumsum(np.fromfile(raw / "documents", "<i8"), dtype="<i8")
+        out.write(np.concatenate([np.zeros(1, "<i8"), ends]).data)
+        for piece in _pieces(raw / "tokens"):
+            out.write(piece)
+        for piece in _pieces(raw / "supervised") if masked else ():
+            out.write(np.packbits(np.frombuffer(piece, np.uint8), bitorder="little").data)
+    return whole
+
+
+def _pieces(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while piece := file.read(COPIED):
+            yield piece

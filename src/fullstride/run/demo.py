@@ -10,8 +10,8 @@ import torch
 from fullstride.config import default_dtype, resolve_device
 from fullstride.config.training import FinetuneConfig
 from fullstride.data.report import Report
-from fullstride.data.rows import Row
-from fullstride.data.sources import load_eval
+from fullstride.data.rows import Row, rows_of
+from fullstride.data.sources import find_parts
 from fullstride.engine.decode import Decoder
 from fullstride.run.finetune import run_finetune
 from fullstride.run.generate import chat_ids, stop_ids, tokens
@@ -37,8 +37,9 @@ def demo(out: str, device: str) -> RunResult:
     if not model.exists():
         print(f"importing SmolLM2-135M-Instruct into {model}", flush=True)
         import_gguf(packaged_smollm2(), model)
-    rows = load_eval("sample", None, Report())
-    assert rows, "the sample has held-out meetings"
+    held_out = find_parts("sample", "eval")
+    assert held_out, "the sample has held-out meetings"
+    rows = list(rows_of(held_out[0].sources[0].records(), "sample", Report()))
     before = summary(model, None, rows[0], device)
     result = run_finetune(
         FinetuneConfig(

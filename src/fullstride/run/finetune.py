@@ -6,7 +6,8 @@ from typing import Any
 
 from fullstride.config.keys import build
 from fullstride.config.training import FinetuneConfig
-from fullstride.run.prepare import prepare, preview
+from fullstride.run.prepare import prepare
+from fullstride.run.preview import preview
 from fullstride.run.training import RunResult, attending, run_job
 
 
@@ -25,6 +26,6 @@ def run_finetune(config: FinetuneConfig) -> RunResult:
         job = prepare(config)
         print("\n".join(job.describe()))
         if config.dry_run:
-            print("\n".join(preview(job)))
+            preview(job)
             return RunResult(job.directory.path, 0, None, None, None, None, None)
         return run_job(job)

@@ -13,6 +13,7 @@ import torch
 
 from fullstride.config import default_dtype, resolve_device
 from fullstride.config.commands import GenerateConfig
+from fullstride.data.render import render
 from fullstride.engine.decode import Decoder
 from fullstride.errors import ConfigError
 from fullstride.model.spec import ModelConfig
@@ -32,7 +33,7 @@ def generate(config: GenerateConfig) -> str:
     stops = stop_ids(directory, tokenizer)
     device = resolve_device(c.device)
     prompt = _read_prompt(Path(c.prompt_file)) if c.prompt_file else c.prompt
-    ids = prompt_ids(tokenizer, prompt, c.system, c.raw)
+    ids = prompt_ids(tokenizer, prompt, c.system, c.raw, c.thinking == "on")
     dtype = DTYPES[c.dtype or default_dtype(device)]
     check_length(model, len(ids), c.max_new_tokens)
     decoder = Decoder.from_pretrained(directory, c.adapter or None, dtype, torch.device(device))
@@ -72,28 +73,28 @@ def _read_prompt(file: Path) -> str:
         raise ConfigError(f"prompt-file: {file} cannot be read as UTF-8 text ({error})") from None
 
 
-def prompt_ids(tokenizer: Any, prompt: str, system: str = "", raw: bool = False) -> list[int]:
+def prompt_ids(tokenizer: Any, prompt: str, system: str = "", raw: bool = False, thinking: bool = False) -> list[int]:
     """Token ids of a user's turn in the chat template, up to where the assistant's answer begins; raw: of the text.
 
     Raises ConfigError for a prompt without tokens, and as `chat_ids`.
     """
     messages = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": prompt})
-    ids = list(tokenizer(prompt)["input_ids"]) if raw else chat_ids(tokenizer, messages)
+    ids = list(tokenizer(prompt)["input_ids"]) if raw else chat_ids(tokenizer, messages, thinking)
     if not ids:
         raise ConfigError("the prompt has no tokens; give some text")
     return ids
 
 
-def chat_ids(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
-    """Token ids of messages, up to where the assistant's answer begins.
+def chat_ids(tokenizer: Any, messages: list[dict[str, str]], thinking: bool = False) -> list[int]:
+    """Token ids of messages, up to where the assistant's answer begins: what fine-tuning puts before an answer.
 
     Raises ConfigError without a chat template, and for one that fails or refuses the messages.
     """
     if not tokenizer.chat_template:
         raise ConfigError("the tokenizer has no chat template; set raw to continue the prompt as it is")
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        text = render(tokenizer, messages, thinking, prompt=True)
     except Exception as error:  # a template is a program of the model's publisher: it may raise anything
         reason = " ".join(str(error).split())
         raise ConfigError(

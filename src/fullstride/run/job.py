@@ -42,6 +42,7 @@ class Job:
     report: Report
     loader: Loader
     eval_loader: Loader | None
+    data_notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Raises ConfigError for a length that the run cannot have, for keep-best without evaluation, and for sinks
@@ -79,7 +80,7 @@ class Job:
         longest, seq_len = self.model.max_position_embeddings, self.config.seq_len
         rows, ranks = self.loader.rows_per_epoch, self.config.dp
         batch = self.config.batch_size * ranks
-        notes = []
+        notes = [*self.data_notes]
         if seq_len > longest:
             notes.append(
                 f"seq-len {seq_len:,} exceeds the {longest:,} positions of the model (max_position_embeddings)"

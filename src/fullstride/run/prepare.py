@@ -1,23 +1,26 @@
-"""From finetune's configuration to a job: model, tokenizer, rows. Nothing is written here."""
+"""From finetune's configuration to a job: model, tokenizer, rows. Nothing is written here but the cache of rows."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import cast
 
 from fullstride.config.training import FinetuneConfig
-from fullstride.data.chat import Example, check_ids, encode_rows, show
+from fullstride.data.cache import Cache, cache_directory
+from fullstride.data.chat import Encoder, Truncate
+from fullstride.data.encode import SourceEncoder, report_repeated, scan_all
+from fullstride.data.examples import Examples, check_ids
 from fullstride.data.loader import Loader
 from fullstride.data.packing import PackedRows
+from fullstride.data.render import Supervise, Thinking
 from fullstride.data.report import Report
-from fullstride.data.rows import Row
-from fullstride.data.sources import load_eval, load_train, source_paths
+from fullstride.data.sources import Part, absolute, eval_parts, stem, train_parts
 from fullstride.errors import ConfigError, DataError
 from fullstride.model.spec import ModelConfig
 from fullstride.run.job import Job, open_directory, with_ranks
+from fullstride.run.progress import Meter
 from fullstride.run.source import find_model, load_tokenizer, padding_id
 
 
@@ -35,26 +38,22 @@ def prepare(config: FinetuneConfig) -> Job:
     if config.adapter and not resume_step and not (Path(config.adapter) / "adapter_config.json").is_file():
         raise ConfigError(f"adapter: no adapter_config.json in {config.adapter}; give a PEFT directory")
     tokenizer = load_tokenizer(model_path, model)
+    report, notes = Report(), list[str]()
+    encoder = Encoder(
+        tokenizer,
+        config.seq_len,
+        report,
+        cast(Truncate, config.truncate),
+        cast(Supervise, config.train_on),
+        cast(Thinking, config.thinking),
+    )
+    train, evaluation = _examples(config, encoder, notes)
 
-    report = Report()
-    how: dict[str, Any] = {"truncate": config.truncate, "supervise": config.train_on}
-
-    def encoded(rows: list[Row], source: str) -> list[Example]:
-        try:
-            examples = encode_rows(rows, tokenizer, config.seq_len, report, **how)
-        except DataError as error:
-            raise DataError(f"{source}: {error}") from None
+    def loader(examples: Examples) -> Loader:
         check_ids(examples, model.vocab_size)
-        return examples
-
-    def loader(examples: list[Example]) -> Loader:
         rows = PackedRows(examples, config.seq_len, config.packing)
         return Loader(rows, config.batch_size * config.dp, config.seed, padding_id(tokenizer))
 
-    examples = encoded(load_train(config.data, report), f"data={config.data}")
-    eval_rows = load_eval(config.data, config.eval_data or None, report)
-    evaluated = f"eval-data={config.eval_data}" if config.eval_data else f"evaluation rows of data={config.data}"
-    eval_examples = None if eval_rows is None else encoded(eval_rows, evaluated)
     return Job(
         config=config,
         directory=directory,
@@ -64,39 +63,49 @@ def prepare(config: FinetuneConfig) -> Job:
         model=model,
         tokenizer=model_path,
         report=report,
-        loader=loader(examples),
-        eval_loader=None if eval_examples is None else loader(eval_examples),
+        loader=loader(train),
+        eval_loader=None if evaluation is None else loader(evaluation),
+        data_notes=tuple(notes),
     )
+
+
+def _examples(config: FinetuneConfig, encoder: Encoder, notes: list[str]) -> tuple[Examples, Examples | None]:
+    """The documents to train and to evaluate on; what is worth a note is added to `notes`."""
+    train, evaluation = train_parts(config.data), eval_parts(config.data, config.eval_data or None)
+    scans = scan_all([*train, *(evaluation or [])])
+    cache = Cache(cache_directory(config.cache_dir), notes)
+    with Meter("tokenise", sum(scan.count for scan in scans.values()), unit="rows") as meter:
+        sources = SourceEncoder(encoder, cache, meter.advance)
+
+        def encoded(parts: Sequence[Part], source: str) -> Examples:
+            try:
+                examples, weighed = sources.examples(parts, scans, config.seed)
+            except DataError as error:
+                raise DataError(f"{source}: {error}") from None
+            notes.extend(weighed)
+            return examples
+
+        examples = encoded(train, f"data={config.data}")
+        report_repeated(examples.whole, encoder.report)
+        if evaluation is None:
+            return examples, None
+        named = f"eval-data={config.eval_data}" if config.eval_data else f"evaluation rows of data={config.data}"
+        eval_examples = encoded(evaluation, named)
+        report_repeated(eval_examples, encoder.report, known=examples)
+        return examples, eval_examples
 
 
 def _with_paths(config: FinetuneConfig, model_path: Path) -> FinetuneConfig:
     """`config` with absolute paths, so that its run.toml can be run from anywhere, and with out and name decided."""
-
-    def absolute(key: str, source: str) -> str:
-        return ",".join(str(path.resolve()) for path in source_paths(source, key)) or source
-
     local = Path(config.model).is_dir() or config.model.startswith("~")  # else it is an id of the Hub, and stays that
-    first = next(iter(source_paths(config.data)), Path(config.data))
-    name = config.name or (Path(config.out).name if config.out else f"{Path(config.model).resolve().name}-{first.stem}")
+    named = Path(config.out).name if config.out else f"{Path(config.model).resolve().name}-{stem(config.data)}"
+    name = config.name or named
     return dataclasses.replace(
         config,
         model=str(model_path) if local else config.model,
-        data=absolute("data", config.data),
-        eval_data=config.eval_data and absolute("eval-data", config.eval_data),
+        data=absolute(config.data, "data"),
+        eval_data=config.eval_data and absolute(config.eval_data, "eval-data"),
         adapter=config.adapter and str(Path(config.adapter).resolve()),
         name=name,
         out=str(Path(config.out or Path("runs") / name).resolve()),
     )
-
-
-def preview(job: Job) -> list[str]:
-    """One row of the data decoded, its supervised parts marked."""
-    rows = job.loader.rows
-    assert isinstance(rows, PackedRows)
-    assert job.tokenizer is not None
-    first, tokenizer = rows.of(0), load_tokenizer(job.tokenizer)
-    tokens = int(np.sum(rows.lengths(0)))
-    return [
-        f"first row: {len(first)} documents, {tokens} tokens; «supervised»",
-        *(show(example, tokenizer) for example in first),
-    ]

@@ -52,22 +52,21 @@ class Progress:
 
 
 class Meter:
-    """Shows how much of `total` bytes is done: a live line in a terminal, one every few seconds elsewhere."""
+    """Shows how much of `total` is done: a live line in a terminal, one every few seconds elsewhere; of what takes
+    less than a moment, nothing. `unit`: what is counted is bytes (MB), or things of this name."""
 
+    MOMENT = 1.0  # seconds
     SECONDS = 10.0  # between plain lines
 
-    def __init__(self, what: str, total: int, done: int = 0) -> None:
+    def __init__(self, what: str, total: int, done: int = 0, unit: str = "MB") -> None:
         self._what, self._total, self._done, self._first = what, total, done, done
+        self._unit, self._scale, self._digits = unit, *((1e6, 1) if unit == "MB" else (1, 0))
         self._bar: Any = None
 
     def __enter__(self) -> Self:
         self._begun = self._told = time.monotonic()
-        self._bar = _rich_bar() if sys.stdout.isatty() else None
-        if self._bar is not None:
-            self._task = self._bar.add_task(self._what, total=self._total, completed=self._done)
-            self._bar.start()
         if self._done:
-            self._line(f"{self._what}: goes on after {self._done / 1e6:,.1f} MB")
+            self._line(f"{self._what}: goes on after {self._amount(self._done)} {self._unit}")
         return self
 
     def __exit__(
@@ -76,17 +75,31 @@ class Meter:
         if self._bar is not None:
             self._bar.stop()
 
-    def advance(self, num_bytes: int) -> None:
-        """So many more are done."""
-        self._done += num_bytes
+    def advance(self, amount: int) -> None:
+        """So much more is done."""
+        self._done += amount
         now = time.monotonic()
+        if self._bar is None and now - self._begun >= self.MOMENT and sys.stdout.isatty():
+            self._bar = _rich_bar()
+            if self._bar is not None:
+                self._task = self._bar.add_task(self._what, total=self._total)
+                self._bar.start()
+        waited = now - self._told
+        if waited < (0.1 if self._bar is not None else self.SECONDS):
+            return
+        self._told = now
         rate = (self._done - self._first) / max(now - self._begun, 1e-9)
-        text = f"{self._what}: {self._done / 1e6:,.1f} of {self._total / 1e6:,.1f} MB  {rate / 1e6:,.1f} MB/s"
+        text = (
+            f"{self._what}: {self._amount(self._done)} of {self._amount(self._total)} {self._unit}  "
+            f"{self._amount(rate)} {self._unit}/s"
+        )
         if self._bar is not None:
             self._bar.update(self._task, completed=self._done, description=text)
-        elif now - self._told >= self.SECONDS:
-            self._told = now
+        else:
             self._line(text)
+
+    def _amount(self, value: float) -> str:
+        return f"{value / self._scale:,.{self._digits}f}"
 
     def _line(self, text: str) -> None:
         if self._bar is not None:

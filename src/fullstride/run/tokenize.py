@@ -146,6 +146,6 @@ class PieceEncoder:
         """Ids of each document, texts first, and which of them are labels (None: all)."""
         dtype = DTYPES[self._origin.dtype]
         ids = [np.array([*self._first, *encoding.ids, self._origin.end_token], dtype=dtype) for encoding in encodings]
-        rows = Encoder(self._tokenizer, UNLIMITED, piece.report, "error", "all").encode(piece.rows)
+        rows = Encoder(self._tokenizer, UNLIMITED, piece.report, "error").encode(piece.rows)
         labels: list[np.ndarray | None] = [None] * len(ids)
         return [*ids, *(row.ids.astype(dtype) for row in rows)], [*labels, *(row.supervised for row in rows)]
