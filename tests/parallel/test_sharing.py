@@ -158,6 +158,35 @@ def test_ranks_gradients_sum_to_that_of_one_process(sharing: Sharing) -> None:
     assert distance(summed, gradient(Communicator(), {"dtype": "fp32"}, 2, 2, Sharing())) < 1e-6
 
 
+def reduced(comm: Communicator, options: dict[str, Any], ranks: int, sharing: Sharing) -> dict[str, torch.Tensor]:
+    """What this rank holds of the reduced gradient: its part, zeros elsewhere; at level 0 the whole."""
+    trainer = make(comm, options, 1, ranks=ranks, sharing=sharing)
+    trainer.step(*arrays(ranks))
+    state = trainer.engine.state
+    return {f"{u.name}.{n}": g.double().clone() for u in state.units for n, g in state.gradient(u).items()}
+
+
+@pytest.mark.parametrize("sharing", [Sharing(1), Sharing(2), Sharing(2, True), Sharing(3)], ids=str)
+def test_bf16_splits_stay_within_what_rounding_can_do(sharing: Sharing) -> None:
+    """Two ranks' reduced gradient against one process's, both in bf16, whose unit is 2**-8 of a number.
+
+    One process sums in float32 and rounds once, by at most half a unit of its gradient g. Two ranks round their terms a
+    and b so, and their sum by at most a unit (stochastically). So the distance is at most
+    (|g| / 2 + (|a| + |b|) / 2 + |g|) * 2**-8, and as much again for activations and their gradients, which both round
+    alike but for sums whose order the number of rows changes.
+    """
+    one = reduced(Communicator(), BF16, 2, Sharing())
+    parts = together(2, reduced, BF16, 2, sharing)
+    found = {name: parts[0][name] + parts[1][name] for name in one}
+    terms = together(2, gradient, {"dtype": "fp32"}, 1, 2, Sharing())
+    names = [name for name in one if name.startswith("blocks")]
+    size = torch.cat([one[name].flatten() for name in names]).norm()
+    of_terms = sum(torch.cat([term[name].flatten() for name in names]).norm() for term in terms)
+    bound = float(2 * (1.5 + of_terms / (2 * size)) * 2**-8)
+    assert 0 < distance(found, one) < bound
+    assert bound < 0.03  # a factor that is wrong, or a row that is missing, is far more
+
+
 @pytest.mark.parametrize("sharing", [Sharing(2), Sharing(2, True)], ids=str)
 def test_float32_sums_keep_what_bf16_sums_lose(sharing: Sharing) -> None:
     """Eight times the same micro-step is eight times its gradient. Float32 sums of bf16 terms say so to the rounding of

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from tests.run.conftest import run
 
 from fullstride.data.report import Report
 from fullstride.run import preview
+from tests.run.conftest import run
 
 NASTY = "\x1b[2Jgone\x9b31m [bold red]loud[/] \u202eback «x»"
 
