@@ -15,7 +15,8 @@ from fullstride.config import DTYPES, FLASH4_VERSION, LORA_TARGETS, Options, res
 from fullstride.config.commands import BenchConfig, GenerateConfig, PlanConfig
 from fullstride.config.keys import BOUNDS, build, dump_toml, help_text, parse
 from fullstride.config.training import FinetuneConfig
-from fullstride.data.chat import Supervise, Truncate
+from fullstride.data.chat import Truncate
+from fullstride.data.render import Supervise, Thinking
 from fullstride.engine.lr import SCHEDULES
 from fullstride.errors import ConfigError, UsageError
 from fullstride.model.lora import PROJECTIONS
@@ -251,7 +252,8 @@ def test_choices_are_those_of_the_layers_below() -> None:
     fields = {f.name: f for f in dataclasses.fields(FinetuneConfig)}
     assert fields["schedule"].metadata["choices"] == SCHEDULES
     assert tuple(trainer.DTYPES) == DTYPES
-    assert {"truncate": fields["truncate"].metadata["choices"], "train_on": fields["train_on"].metadata["choices"]} == {
+    assert {name: fields[name].metadata["choices"] for name in ("thinking", "truncate", "train_on")} == {
+        "thinking": typing.get_args(Thinking),
         "truncate": typing.get_args(Truncate),
         "train_on": typing.get_args(Supervise),
     }

@@ -57,6 +57,11 @@ def test_the_prompt_is_the_chat_template_or_raw(model_dir: Path) -> None:
     chat = tokenizer.decode(prompt_ids(tokenizer, "hi", "be brief"))
     assert chat == ("<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
     assert tokenizer.decode(prompt_ids(tokenizer, "hi", raw=True)) == "hi"
+    tokenizer.chat_template += "{% if not enable_thinking %}<think></think>{% endif %}"
+    assert (
+        tokenizer.decode(prompt_ids(tokenizer, "hi"))
+        == tokenizer.decode(prompt_ids(tokenizer, "hi", thinking=True)) + "<think></think>"
+    )
     with pytest.raises(ConfigError, match="the prompt has no tokens"):
         prompt_ids(tokenizer, "", raw=True)
     tokenizer.chat_template = None

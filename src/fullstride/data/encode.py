@@ -17,7 +17,7 @@ from fullstride.data.chat import Encoder, nothing_left
 from fullstride.data.examples import Encoded, Examples
 from fullstride.data.mix import mix
 from fullstride.data.readers import Record, Scan, Source
-from fullstride.data.report import Report
+from fullstride.data.report import REPEATED, Report
 from fullstride.data.rows import rows_of
 from fullstride.data.sources import Part
 from fullstride.data.tokens import DIGITS, Origin
@@ -112,4 +112,4 @@ def report_repeated(examples: Examples, report: Report, known: Examples | None =
         place = examples.sources[int(files[i])].file, int(examples.facts.lines[i])
         if place not in told:
             told.add(place)
-            report.add(place[0], reason, place[1])
+            report.add(place[0], reason, place[1], REPEATED)

@@ -31,14 +31,15 @@ def mix(
             f"data: with these weights an epoch would have {total:,.0f} documents, since each one of {name} comes at "
             f"least once (at most {MOST_DOCUMENTS:,}); raise its weight"
         )
+    gives = [max(count, round(float(share) * total)) for count, share in zip(counts, shares, strict=True)]
     chosen, notes = [], []
-    for place, (name, count, share) in enumerate(zip(names, counts, shares, strict=True)):
-        times, extra = divmod(max(count, round(float(share) * total)), count)
+    for place, (name, count, give) in enumerate(zip(names, counts, gives, strict=True)):
+        times, extra = divmod(give, count)
         # NumPy promises the same raw bits in all releases, but not the same choice()
         noise = np.random.PCG64([seed, place]).random_raw(count)
         drawn = np.sort(np.argsort(noise, kind="stable")[:extra])
         chosen.append(np.concatenate([np.tile(np.arange(count), times), drawn]))
         often = f"{times} or {times + 1} times" if extra else "once" if times == 1 else f"{times} times"
-        part = 100 * len(chosen[-1]) / total
+        part = 100 * give / sum(gives)
         notes.append(f"{name}: {count:,} documents, each {often} an epoch ({part:.1f} % of all)")
     return chosen, notes

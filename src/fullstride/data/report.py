@@ -8,6 +8,7 @@ from typing import Any
 
 # controls except tab and line feed, and what turns the direction of writing
 STEERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+DATA, REPEATED = "data", "repeated"  # events of the log
 SHOWN_RUNS = 5  # of line numbers
 
 
@@ -15,27 +16,28 @@ SHOWN_RUNS = 5  # of line numbers
 class Report:
     """Counts by file and reason, in the order in which they were first seen."""
 
-    _lines: dict[tuple[str, str], list[int]] = field(default_factory=dict)
+    _lines: dict[tuple[str, str, str], list[int]] = field(default_factory=dict)
 
-    def add(self, file: str, reason: str, line: int) -> None:
-        """Counts one row: `line` is its line in `file`, from 1 (for a Hub dataset, its row number)."""
-        self._lines.setdefault((file, reason), []).append(line)
+    def add(self, file: str, reason: str, line: int, event: str = DATA) -> None:
+        """Counts one row: `line` is its line in `file`, from 1 (of Parquet and Hub datasets, its number). `event` is
+        what the log calls it: DATA for what was dropped or changed, REPEATED for what was neither."""
+        self._lines.setdefault((event, file, reason), []).append(line)
 
     def merge(self, other: Report) -> None:
         """Adds the counts of `other`."""
-        for (file, reason), lines in other._lines.items():
-            self._lines.setdefault((file, reason), []).extend(lines)
+        for key, lines in other._lines.items():
+            self._lines.setdefault(key, []).extend(lines)
 
     @property
     def total(self) -> int:
-        """All counts together; a row that is truncated and a row that is dropped both count one."""
-        return sum(len(lines) for lines in self._lines.values())
+        """All counts of DATA together; a row that is truncated and a row that is dropped both count one."""
+        return sum(len(lines) for (event, _, _), lines in self._lines.items() if event == DATA)
 
     def events(self) -> list[dict[str, Any]]:
         """One log.jsonl event a file and reason, with every line number."""
         return [
-            {"event": "data", "file": file, "reason": reason, "count": len(lines), "lines": list(lines)}
-            for (file, reason), lines in self._lines.items()
+            {"event": event, "file": file, "reason": reason, "count": len(lines), "lines": list(lines)}
+            for (event, file, reason), lines in self._lines.items()
         ]
 
     def summary(self) -> list[str]:

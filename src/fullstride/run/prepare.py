@@ -23,6 +23,12 @@ from fullstride.run.job import Job, open_directory, with_ranks
 from fullstride.run.progress import Meter
 from fullstride.run.source import find_model, load_tokenizer, padding_id
 
+THINKING_NOTES = {
+    "auto": "answers without thoughts are prompted as with enable_thinking=false (thinking = auto): use the model so",
+    "on": "answers are prompted as with enable_thinking=true (thinking = on): use the model so",
+    "off": "answers are prompted as with enable_thinking=false (thinking = off): use the model so",
+}
+
 
 def prepare(config: FinetuneConfig) -> Job:
     """Resolve `config` and read model configuration, tokenizer and data.
@@ -47,6 +53,8 @@ def prepare(config: FinetuneConfig) -> Job:
         cast(Supervise, config.train_on),
         cast(Thinking, config.thinking),
     )
+    if "enable_thinking" in str(tokenizer.chat_template):
+        notes.append(THINKING_NOTES[config.thinking])
     train, evaluation = _examples(config, encoder, notes)
 
     def loader(examples: Examples) -> Loader:
