@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +18,7 @@ from fullstride.cli.main import main
 from tests.run.conftest import SPECIAL, TEMPLATE, TINY, make_model, write_rows
 
 DOCS = Path(__file__).parents[1] / "docs"
-PAGES = ("chats", "pretraining", "gguf", "runs")
+PAGES = ("chats", "data", "pretraining", "gguf", "runs")
 
 
 def blocks(page: str) -> list[tuple[str, str]]:
@@ -48,7 +50,8 @@ def test_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             if command.startswith("fullstride "):
                 assert main(shlex.split(command)[1:]) == 0, command
             else:
-                subprocess.run(["bash", "-e", "-c", command], check=True)
+                path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+                subprocess.run(["bash", "-e", "-c", command], check=True, env=os.environ | {"PATH": path})
 
 
 def make_gguf(file: Path) -> None:
