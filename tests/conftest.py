@@ -19,6 +19,10 @@ if not torch.cuda.is_available():
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="fullstride-tests-")
 atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
+# what is kept between runs of users is not the tests' to read or to fill
+CACHE = tempfile.TemporaryDirectory(prefix="fullstride-tests-")
+os.environ["XDG_CACHE_HOME"] = CACHE.name
+
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
 

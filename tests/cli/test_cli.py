@@ -215,7 +215,7 @@ def test_a_whole_run_in_its_own_process(model: Path, tmp_path: Path) -> None:
     assert done.returncode == 0 and "tokens/s" in done.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_signals_save_the_state_and_exit_130(model: Path, tmp_path: Path, number: signal.Signals) -> None:
     data, out = write_rows(tmp_path / "rows.jsonl", 20), tmp_path / "run"
     keys = {"model": model, "data": data, "out": out, "seq-len": 96, "device": "cpu", "schedule": "constant"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from functools import lru_cache
+from functools import cache, lru_cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,6 +42,7 @@ def smollm2() -> Any:
     return load_tokenizer("smollm2")
 
 
+@cache  # a deep copy takes seconds
 def with_template(tokenizer: Any, template: str | None, **attributes: Any) -> Any:
     # A shallow copy shares the special tokens.
     changed = copy.deepcopy(tokenizer)

@@ -189,6 +189,7 @@ def test_a_disk_that_is_full_in_the_middle_is_said(data: Path, tmp_path: Path, m
     assert entries(tmp_path / "kept") == []
 
 
+@pytest.mark.slow
 def test_several_processes_make_an_entry_once(data: Path, tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from tests.data.test_encode import Start;"

@@ -89,9 +89,12 @@ def load(comm: Communicator, zero: int, method: str, directory: Path) -> None:
                 assert torch.equal(views[name], expected), name
 
 
+SPLITS = [(1, 1), (2, 0), (2, 1), (2, 3), (4, 2), (4, 3)]  # ranks and ZeRO levels
+
+
+@pytest.mark.parametrize("splits", [[(1, 1), (2, 3)], pytest.param(SPLITS, marks=pytest.mark.slow)], ids=len)
 @pytest.mark.parametrize("method", METHODS)
-def test_any_ranks_read_what_any_ranks_wrote(method: str, tmp_path: Path) -> None:
-    splits = [(1, 1), (2, 0), (2, 1), (2, 3), (4, 2), (4, 3)]
+def test_any_ranks_read_what_any_ranks_wrote(method: str, splits: list[tuple[int, int]], tmp_path: Path) -> None:
     for ranks, zero in splits:
         together(ranks, save, zero, method, tmp_path / f"{ranks}{zero}")
     for (ranks, zero), written in itertools.product(splits, splits):

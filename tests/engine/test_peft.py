@@ -96,6 +96,7 @@ def test_only_adapters_cost_gradients(base: Path) -> None:
     assert segments["moments"]["pageable"] == 2 * adapters
 
 
+@pytest.mark.slow
 def test_dropout_is_right_on_average(base: Path) -> None:
     """dB is linear in the mask while B = 0, and E[mask / (1 - p)] = 1: its mean over seeds is that without dropout."""
     batch = random_batch(2, 13)

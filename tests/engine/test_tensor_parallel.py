@@ -142,7 +142,7 @@ def load(comm: Communicator, tp: int, zero: int, method: str, directory: Path) -
             assert torch.equal(value, whole[name]) or (method == "lora" and "adapter" not in name), name
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["full", pytest.param("lora", marks=pytest.mark.slow)])
 def test_checkpoints_are_those_of_the_unsplit_model(method: str, tmp_path: Path) -> None:
     """Written with one split, read with every other."""
     splits = [(1, 1, 0), (2, 2, 1), (2, 1, 3), (4, 2, 3)]
@@ -255,9 +255,14 @@ def train(comm: Communicator, tp: int, options: dict[str, Any], targets: Any, ch
 BF16 = {"dtype": "bf16", "master_dtype": "bf16", "m_dtype": "bf16", "v_dtype": "bf16"}
 
 
-@pytest.mark.parametrize("method", [{}, {"method": "lora", "lora_rank": 4}], ids=["full", "lora"])
+FULL, LORA4 = {}, {"method": "lora", "lora_rank": 4}
+SHARINGS = [Sharing(1), Sharing(2, True, send_by_copy=True), Sharing(3), Sharing(3, offload=True)]
+PAIRED = [(SHARINGS[1], LORA4), (SHARINGS[2], FULL)]  # the others are slow tests
+PAIRS = [(s, m) for s in SHARINGS for m in (FULL, LORA4) if (s, m) not in PAIRED]
+
+
 @pytest.mark.parametrize(
-    "sharing", [Sharing(1), Sharing(2, True, send_by_copy=True), Sharing(3), Sharing(3, offload=True)], ids=str
+    ("sharing", "method"), [*PAIRED, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in PAIRS)], ids=str
 )
 def test_replicas_agree_in_bf16(sharing: Sharing, method: dict[str, Any]) -> None:
     """Stochastic rounding, of what all have whole, is the same on every rank (asserted there); the losses are those of

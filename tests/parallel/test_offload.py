@@ -78,7 +78,7 @@ def same_bits(found: list[Any], expected: list[Any]) -> None:
             assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in b)
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["", "late copies"])
+@pytest.mark.parametrize("late", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "late copies"])
 @pytest.mark.parametrize("all_to_all", [False, True], ids=["reduce-scatter", "all-to-all"])
 @pytest.mark.parametrize("method", [{}, LORA], ids=["full", "lora"])
 @pytest.mark.parametrize("precision", PRECISIONS)

@@ -76,13 +76,18 @@ def train(
 @pytest.mark.parametrize(
     ("sharing", "method"),
     [
-        (Sharing(0), {}),
-        (Sharing(1), LORA),
-        (Sharing(2), {}),
         (Sharing(2, True), LORA),
         (Sharing(3, True), {}),
-        (COPIED[0], LORA),
-        (COPIED[2], {}),
+        *(
+            pytest.param(*pair, marks=pytest.mark.slow)
+            for pair in [
+                (Sharing(0), {}),
+                (Sharing(1), LORA),
+                (Sharing(2), {}),
+                (COPIED[0], LORA),
+                (COPIED[2], {}),
+            ]
+        ),
     ],
     ids=str,
 )

@@ -118,7 +118,7 @@ def test_gathered_weights_give_the_bits_of_weights_that_stay(method: str, all_to
     same_bits(a, b)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("zero", "method"), [(1, "full"), (2, "lora"), (3, "full"), (3, "lora")])
 def test_copies_give_the_bits_of_collectives(ranks: int, zero: int, method: str) -> None:
     """They move the same bits, and what is received is summed in the same order."""
