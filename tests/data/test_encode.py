@@ -17,7 +17,7 @@ from tests.data.test_chat import load_tokenizer, with_template
 
 from fullstride.data import cache as cache_module
 from fullstride.data import encode
-from fullstride.data.cache import Cache, cache_directory, prune
+from fullstride.data.cache import Cache, open_cache, prune
 from fullstride.data.chat import Encoder
 from fullstride.data.encode import SourceEncoder, report_repeated, scan_all
 from fullstride.data.examples import Example, Examples, check_ids
@@ -217,12 +217,24 @@ def test_entries_go_when_they_are_old_or_too_many(tmp_path: Path, monkeypatch: A
 
 
 def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def directory(name: str, notes: list[str] | None = None) -> Path | None:
+        return open_cache(name, [] if notes is None else notes).directory
+
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache_directory("") == tmp_path / "fullstride" / "rows"
+    assert directory("") == tmp_path / "fullstride" / "rows"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert cache_directory("") == tmp_path / ".cache" / "fullstride" / "rows"
-    assert cache_directory("~/x") == tmp_path / "x" and cache_directory("off") is None
+    assert directory("") == tmp_path / ".cache" / "fullstride" / "rows"
+    assert directory("~/x") == tmp_path / "x" and directory("off") is None
+    with pytest.raises(ConfigError, match=r"cache-dir: ~nobody-of-this-name/x is nowhere .* or off"):
+        directory("~nobody-of-this-name/x")
+
+    def homeless(_: Path) -> None:  # a container's user may have no home
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "expanduser", homeless)
+    notes: list[str] = []
+    assert directory("", notes) is None and "--cache-dir names a place" in notes[0]
 
 
 def test_weights_repeat_documents(tmp_path: Path) -> None:

@@ -33,8 +33,8 @@ def test_a_dry_run_shows_counts_and_three_rows(
     run(model_dir, data, tmp_path / "run", steps=1, dry_run=True)
     said = capsys.readouterr().out
     assert "3  empty completion  (lines 5-7)" in said
-    assert "1  null content  (lines 9)" in said
-    assert "1  the same as an earlier one (kept)  (lines 8)" in said
+    assert "1  null content  (line 9)" in said
+    assert "1  the same as an earlier one (kept)  (line 8)" in said
     assert [f"rows.jsonl line {i}: " in said for i in (1, 2, 3, 4)] == [True, True, True, False]
     assert "«c1" in said and "«c2" in said
     assert not (tmp_path / "run").exists()

@@ -27,6 +27,7 @@ from fullstride.data.examples import Encoded, Example, Facts
 from fullstride.data.report import Report
 from fullstride.data.token_parts import Written, put_together
 from fullstride.data.tokens import DTYPES, Origin, TokenFile
+from fullstride.errors import ConfigError
 from fullstride.files import whole_directory
 
 UNUSED = 30 * 24 * 3600  # seconds after which an entry goes
@@ -35,14 +36,19 @@ TOKENS, FACTS, RECORD = "documents.tokens", "facts.npy", "record.json"
 NOWHERE = "off"
 
 
-def cache_directory(name: str) -> Path | None:
-    """The directory that the key `cache-dir` means; None: nothing is kept."""
+def open_cache(name: str, notes: list[str]) -> Cache:
+    """What the key `cache-dir` means. Raises ConfigError for the home of somebody who is not known here."""
     if name == NOWHERE:
-        return None
-    if name:
-        return Path(name).expanduser().resolve()
+        return Cache(None, notes)
     home = os.environ.get("XDG_CACHE_HOME", "")  # the standard: an absolute path, or it does not count
-    return (Path(home) if Path(home).is_absolute() else Path("~/.cache").expanduser()) / "fullstride" / "rows"
+    standard = f"{home if Path(home).is_absolute() else '~/.cache'}/fullstride/rows"
+    try:
+        return Cache(Path(name or standard).expanduser().resolve(), notes)
+    except RuntimeError as error:
+        if name:
+            raise ConfigError(f"cache-dir: {name} is nowhere ({error}); name a directory, or off") from None
+        notes.append(f"tokenised rows are not kept ({error}); --cache-dir names a place, or off")
+        return Cache(None, notes)
 
 
 @dataclass

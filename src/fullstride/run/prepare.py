@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import cast
 
 from fullstride.config.training import FinetuneConfig
-from fullstride.data.cache import Cache, cache_directory
+from fullstride.data.cache import open_cache
 from fullstride.data.chat import Encoder, Truncate
 from fullstride.data.encode import SourceEncoder, report_repeated, scan_all
 from fullstride.data.examples import Examples, check_ids
@@ -81,7 +81,7 @@ def _examples(config: FinetuneConfig, encoder: Encoder, notes: list[str]) -> tup
     """The documents to train and to evaluate on; what is worth a note is added to `notes`."""
     train, evaluation = train_parts(config.data), eval_parts(config.data, config.eval_data or None)
     scans = scan_all([*train, *(evaluation or [])])
-    cache = Cache(cache_directory(config.cache_dir), notes)
+    cache = open_cache(config.cache_dir, notes)
     with Meter("tokenise", sum(scan.count for scan in scans.values()), unit="rows") as meter:
         sources = SourceEncoder(encoder, cache, meter.advance)
 

@@ -40,7 +40,8 @@ def table(report: Report) -> list[str]:
         if event["file"] != last:
             lines.append(safe(f"{event['file']}:"))
             last = event["file"]
-        lines.append(safe(f"  {event['count']:>7,}  {event['reason']}  (lines {line_numbers(event['lines'])})"))
+        where = f"(line{'s' if event['count'] > 1 else ''} {line_numbers(event['lines'])})"
+        lines.append(safe(f"  {event['count']:>7,}  {event['reason']}  {where}"))
     return ["rows  dropped or changed, and where", *lines] if lines else ["no row was dropped or changed"]
 
 
