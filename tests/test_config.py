@@ -153,9 +153,10 @@ def test_a_flag_for_gpus_replaces_the_files_dp(tmp_path: Path) -> None:
     assert parse(FinetuneConfig, [str(file), "--gpus", "1"]).dp == 0
 
 
-def test_log_sinks_are_refused() -> None:
-    with pytest.raises(UsageError, match="log = wandb does not work yet; what works now is to leave log out"):
-        finetune(log="wandb")
+def test_log_sinks_have_names() -> None:
+    assert finetune(log="wandb,tensorboard").log == ("wandb", "tensorboard")
+    with pytest.raises(UsageError, match="log must be among tensorboard, wandb, trackio; got 'wandbee'"):
+        finetune(log="wandbee")
 
 
 def test_products_have_the_weights_dtype_for_now() -> None:

@@ -171,6 +171,13 @@ def test_parts_of_other_input_are_not_gone_on_with(
     assert texts(out, tokenizer) == [f"other {i}<|im_end|>" for i in range(40)]
 
 
+def test_one_process_at_a_time(tokenizer: Path, tmp_path: Path) -> None:
+    file, out = lines(tmp_path / "a.jsonl", {"text": "one"}), tmp_path / "x.tokens"
+    with module._alone(out), pytest.raises(ConfigError, match=r"another process is making .*; wait for it"):
+        tokenize(model=tokenizer, data=file, out=out)
+    assert tokenize(model=tokenizer, data=file, out=out).documents == 1
+
+
 def test_what_is_there_is_kept(tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, out = lines(tmp_path / "a.jsonl", {"text": "one"}), tmp_path / "x.tokens"
     words = ["tokenize", str(file), "--model", str(tokenizer), "--out", str(out)]

@@ -187,12 +187,10 @@ def _processes() -> Iterator[Finding]:
 
 
 def _memory() -> Iterator[Finding]:
-    import torch
+    from fullstride.trainer.telemetry import host_memory
 
-    from fullstride.memory.arena import capacity, free_memory
-
-    cpu = torch.device("cpu")
-    told = f"{free_memory(cpu, 0) / GIGABYTE:.1f} of {capacity(cpu) / GIGABYTE:.1f} GB free, {os.cpu_count()} CPU cores"
+    free, total = host_memory()
+    told = f"{free / GIGABYTE:.1f} of {total / GIGABYTE:.1f} GB free, {os.cpu_count()} CPU cores"
     yield Finding(OK, "memory", told)
 
 

@@ -13,12 +13,12 @@ from fullstride.config.commands import ExportConfig
 from fullstride.config.keys import build, read_toml
 from fullstride.engine.checkpoint import find_checkpoint, read_record
 from fullstride.engine.parts_io import SavedParts
+from fullstride.engine.saved_unit import SavedUnit
 from fullstride.engine.weights_io import named_rows, write_adapter
 from fullstride.errors import ConfigError
-from fullstride.memory.arena import FlatLayout
 from fullstride.model.hf import Source, write_model
 from fullstride.model.lora import LoraSettings, adapter_unit
-from fullstride.model.spec import Llama3Rope, ModelConfig, Part, TensorSpec, Unit, parameter_table
+from fullstride.model.spec import Llama3Rope, ModelConfig, Part, TensorSpec, parameter_table
 from fullstride.run.merge import DTYPES
 from fullstride.run.source import find_model
 
@@ -40,7 +40,7 @@ def run_export(config: ExportConfig) -> Path:
     source, model = _base(config, run, record)
     saved = SavedParts(folder, record["files"])
     if record["lora"] is None:
-        units, trained = {u.name: Flat(saved, u) for u in parameter_table(model)}, record["precision"]["param"]
+        units, trained = {u.name: SavedUnit(saved, u) for u in parameter_table(model)}, record["precision"]["param"]
         dtype = DTYPES[config.export_dtype] if config.export_dtype else getattr(torch, trained.removeprefix("torch."))
         write_model(out, model, _sources(units), dtype=dtype, tokenizer_from=source)
         return out
@@ -50,7 +50,9 @@ def run_export(config: ExportConfig) -> Path:
         )
     lora = LoraSettings(**record["lora"] | {"targets": tuple(record["lora"]["targets"])})
     table = tuple(adapter_unit(model, lora, layer) for layer in range(model.num_hidden_layers))
-    tensors = {name: rows.contiguous() for unit in table for name, rows in named_rows(unit, Flat(saved, unit).views())}
+    tensors = {
+        name: rows.contiguous() for unit in table for name, rows in named_rows(unit, SavedUnit(saved, unit).views())
+    }
     write_adapter(out, lora, table, tensors, source, overwrite=False, updates=record["step"])
     return out
 
@@ -86,40 +88,18 @@ def _model_of(run: Path) -> str:
     return next((name for name in names if name and (Path(name).is_dir() or "/" in name)), "")
 
 
-class Flat:
-    """A unit as it was saved, in the most digits that were. Raises ConfigError for one that was not."""
-
-    def __init__(self, saved: SavedParts, unit: Unit) -> None:
-        self.unit, self._saved = unit, saved
-        self._name = next((name for name in ("master", "param") if saved.dtype(unit.name, name)), "")
-        if not self._name:
-            raise ConfigError(f"the checkpoint lacks {unit.name}; export another step")
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of `views`."""
-        dtype = self._saved.dtype(self.unit.name, self._name)
-        assert dtype is not None
-        return dtype
-
-    def views(self) -> dict[str, torch.Tensor]:
-        """Its tensors by name."""
-        layout = FlatLayout.of((t.name, t.shape, t.decay) for t in self.unit.tensors)
-        return layout.views(self._saved.whole(self.unit.name, self._name))
-
-
-def _sources(units: dict[str, Flat]) -> Iterator[Source]:
+def _sources(units: dict[str, SavedUnit]) -> Iterator[Source]:
     held: dict[str, dict[str, torch.Tensor]] = {}  # the unit that was read last
 
-    def rows(flat: Flat, spec: TensorSpec, part: Part) -> torch.Tensor:
-        if flat.unit.name not in held:
+    def rows(saved: SavedUnit, spec: TensorSpec, part: Part) -> torch.Tensor:
+        if saved.unit.name not in held:
             held.clear()
-            held[flat.unit.name] = flat.views()
-        return held[flat.unit.name][spec.name][part.start : part.stop]
+            held[saved.unit.name] = saved.views()
+        return held[saved.unit.name][spec.name][part.start : part.stop]
 
-    for flat in units.values():
-        dtype = flat.dtype
-        for spec in flat.unit.tensors:
+    for saved in units.values():
+        dtype = saved.dtype
+        for spec in saved.unit.tensors:
             for part in spec.parts:
                 shape = (part.stop - part.start, *spec.shape[1:])
-                yield part.hf_name, shape, dtype, partial(rows, flat, spec, part)
+                yield part.hf_name, shape, dtype, partial(rows, saved, spec, part)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import glob
 from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -61,24 +64,41 @@ def run_tokenize(config: TokenizeConfig) -> TokenizeResult:
     origin, report = origin_of(tokenizer, name), Report()
     stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     parts = Parts(out, origin, dataclasses.asdict(origin) | {"files": stats})
-    try:
-        _fill(parts, files, PieceEncoder(tokenizer, origin), report)
-    except ConfigError:  # what was read must change: what was made of it is of no use
-        parts.drop()
-        raise
+    with _alone(out):
+        try:
+            _fill(parts, files, PieceEncoder(tokenizer, origin), report)
+        except ConfigError:  # what was read must change: what was made of it is of no use
+            parts.drop()
+            raise
+        for line in report.summary():
+            print(f"data: {line}")
+        if not parts.written.documents:
+            parts.drop()
+            found = "; ".join(report.summary()) or "the files are empty"
+            raise DataError(f"data: no document to tokenise in {config.data}: {found}")
+        parts.finish()
     written = parts.written
-    for line in report.summary():
-        print(f"data: {line}")
-    if not written.documents:
-        parts.drop()
-        found = "; ".join(report.summary()) or "the files are empty"
-        raise DataError(f"data: no document to tokenise in {config.data}: {found}")
-    parts.finish()
     print(
         f"{written.documents:,} documents, {written.tokens:,} tokens ({written.supervised:,} supervised), "
         f"{origin.dtype.lower().replace('u', 'uint')}, vocabulary {origin.vocab_size:,}: {out}"
     )
     return TokenizeResult(out, written.documents, written.tokens, written.supervised, report.total)
+
+
+@contextmanager
+def _alone(out: Path) -> Iterator[None]:
+    """Keeps other processes from making `out`; the kernel lets go of it however this one ends. Raises ConfigError."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    lock = out.with_name(f".{out.name}.lock")
+    with lock.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"out: another process is making {out}; wait for it, or choose another --out") from None
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
 
 
 def _fill(parts: Parts, files: list[Path], encoder: PieceEncoder, report: Report) -> None:

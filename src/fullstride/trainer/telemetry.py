@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fullstride.errors import ConfigError
+from fullstride.memory.arena import capacity, free_memory
 
 FIELDS = (
     "name",
@@ -66,6 +67,12 @@ def device_info(device: torch.device) -> dict[str, Any]:
         None if tx is None else tx * 1024,
     )
     return dict(zip(FIELDS, values, strict=True))
+
+
+def host_memory() -> tuple[int, int]:
+    """(free, all) bytes of memory that this process may have."""
+    cpu = torch.device("cpu")
+    return free_memory(cpu, 0), capacity(cpu)
 
 
 class PeakMemory:
