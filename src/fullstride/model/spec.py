@@ -133,7 +133,8 @@ class ModelConfig:
             return cls._read(raw, ARCHITECTURES[names[0]], where)
         except (TypeError, ValueError, AttributeError, KeyError) as error:
             if isinstance(error, ConfigError):
-                raise
+                told = str(error)
+                raise ConfigError(told if told.startswith(where) else f"{where}: {told}") from None
             raise ConfigError(
                 f"{where}: a value there has the wrong form ({error}); download the model again"
             ) from None
