@@ -73,6 +73,11 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
             TokenFile(tmp_path / name)
     with pytest.raises(ConfigError, match="cannot read"):
         TokenFile(tmp_path / "nothing")
+    file = write(tmp_path / "good", [[1, 2]])
+    changed = file.path.read_bytes().replace(b'"somewhere"', b"null       ")
+    (tmp_path / "null").write_bytes(changed)
+    with pytest.raises(ConfigError, match="tokenizer and tokenizer_hash must be text"):
+        TokenFile(tmp_path / "null")
     (tmp_path / "huge").write_bytes(struct.pack("<Q", 2**60) + b"{}")
     with pytest.raises(ConfigError, match="its header would have"):
         TokenFile(tmp_path / "huge")

@@ -186,6 +186,12 @@ def test_what_is_there_is_kept(tokenizer: Path, tmp_path: Path, capsys: pytest.C
     assert main(words) == 1
     assert "exists; give --overwrite" in capsys.readouterr().err
     assert main([*words, "--overwrite"]) == 0
+    mine = tmp_path / "mine.txt"
+    mine.write_text("my only copy")
+    for place in (mine, tmp_path, Path("/dev/null")):
+        words = ["tokenize", str(mine), "--model", str(tokenizer), "--out", str(place), "--overwrite"]
+        assert main(words) == 1 and "is no token file, and is not replaced" in capsys.readouterr().err
+    assert mine.read_text() == "my only copy"
 
 
 def test_refusals(tokenizer: Path, tmp_path: Path) -> None:

@@ -10,13 +10,17 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from fullstride import ConfigError, DataError, ModelConfig, Options, Trainer, UsageError, tokenize, train
 from fullstride.cli.main import main
 from fullstride.config.training import TrainConfig
+from fullstride.data.documents import Place
 from fullstride.data.loader import Loader
+from fullstride.data.report import Report
+from fullstride.data.token_parts import Parts
 from fullstride.data.token_rows import TokenRows
 from fullstride.data.tokens import TokenFile
 from fullstride.engine.checkpoint import find_checkpoint
@@ -172,6 +176,13 @@ def test_refusals(tokens: Path, model_dir: Path, tmp_path: Path) -> None:
     told(ConfigError, "is a built-in name, which stands for sizes and no weights; set init = scratch", model="qwen3-4b")
     told(UsageError, "init = scratch contradicts method = lora", init="scratch", method="lora")
     told(UsageError, "eval-data and eval-fraction contradict", eval_data=str(tokens), eval_fraction=0.1)
+    nothing = tmp_path / "nothing.tokens"
+    parts = Parts(nothing, TokenFile(tokens).origin, {})
+    parts.resume(Report())
+    parts.append([np.arange(50)], [np.zeros(50, bool)], Place(1), Report())
+    parts.finish()
+    with pytest.raises(ConfigError, match="the evaluation rows have no supervised token"):
+        train(**keys(model_dir, tokens, tmp_path / "other-run", eval_data=str(nothing)))
     told(ConfigError, "data: no such file", data=tmp_path / "*.tokens")
     told(ConfigError, "eval-data: no such file", eval_data=str(tmp_path / "no.tokens"))
     (tmp_path / "text.tokens").write_text("to be or not to be")

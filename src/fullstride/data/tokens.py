@@ -109,6 +109,8 @@ class TokenFile:
             metadata["tokenizer_hash"],
             int(metadata["end_token"]),
         )
+        if not isinstance(found.tokenizer, str) or not isinstance(found.tokenizer_hash, str):
+            raise ValueError("tokenizer and tokenizer_hash must be text")
         if not 0 < found.vocab_size <= 2**31 or not 0 <= found.end_token < found.vocab_size:
             raise ValueError(f"vocabulary of {found.vocab_size}, end token {found.end_token}")
         return found

@@ -22,7 +22,7 @@ from fullstride.data.chat import Encoder
 from fullstride.data.documents import Piece, pieces
 from fullstride.data.report import Report
 from fullstride.data.token_parts import Parts
-from fullstride.data.tokens import DTYPES, Origin, vocabulary_hash
+from fullstride.data.tokens import DTYPES, Origin, TokenFile, vocabulary_hash
 from fullstride.errors import ConfigError, DataError
 from fullstride.run.directory import check_writable
 from fullstride.run.progress import Meter
@@ -58,6 +58,13 @@ def run_tokenize(config: TokenizeConfig) -> TokenizeResult:
     out = Path(config.out or f"tokens/{files[0].stem}.tokens").resolve()
     if out.exists() and not config.overwrite:
         raise ConfigError(f"out: {out} exists; give --overwrite, or choose another --out")
+    if out.exists():
+        try:
+            TokenFile(out)
+        except ConfigError:
+            raise ConfigError(f"out: {out} is no token file, and is not replaced; choose another --out") from None
+    if out in files:
+        raise ConfigError(f"out: {out} is what is to be tokenised; choose another --out")
     check_writable("out", out.parent)
     tokenizer = load_tokenizer(directory)
     name = str(directory) if Path(config.model).expanduser().is_dir() else config.model

@@ -303,6 +303,8 @@ class Run:
             self.check_stop()
             result = self.validate(batch)
             total, count = total + result["loss"] * result["tokens"], count + int(result["tokens"])
+        if not count:
+            raise ConfigError("the evaluation rows have no supervised token; give others (eval-data, eval-fraction)")
         if not math.isfinite(total):
             raise ConfigError(
                 f"evaluation loss {total / count} at step {self.done}; {self.checkpoints.good()}. "
