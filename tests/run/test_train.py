@@ -176,7 +176,7 @@ def test_refusals(tokens: Path, model_dir: Path, tmp_path: Path) -> None:
     told(ConfigError, "is a built-in name, which stands for sizes and no weights; set init = scratch", model="qwen3-4b")
     told(UsageError, "init = scratch contradicts method = lora", init="scratch", method="lora")
     told(UsageError, "eval-data and eval-fraction contradict", eval_data=str(tokens), eval_fraction=0.1)
-    nothing = tmp_path / "nothing.tokens"
+    nothing = tmp_path / "unlabelled" / "nothing.tokens"
     parts = Parts(nothing, TokenFile(tokens).origin, {})
     parts.resume(Report())
     parts.append([np.arange(50)], [np.zeros(50, bool)], Place(1), Report())
