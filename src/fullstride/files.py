@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import glob
 import json
 import os
@@ -81,6 +82,26 @@ def discard_partial(directory: Path) -> None:
         else:
             with suppress(OSError):  # another process does the same
                 old.rename(directory)
+
+
+@contextmanager
+def locked(lock: Path, busy: str, kept: Path) -> Iterator[None]:
+    """Hold the file `lock`, which is made, for this process; the kernel lets go of it however the process ends.
+
+    Raises ConfigError: with the words `busy` when another process holds it, and where nothing can be locked; `kept` is
+    what it protects.
+    """
+    with lock.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(busy) from None
+        except OSError as error:
+            raise ConfigError(
+                f"out: {kept} cannot be locked against other processes ({error.strerror}); choose a place on "
+                "another file system"
+            ) from error
+        yield
 
 
 def replaced(directory: Path) -> list[Path]:

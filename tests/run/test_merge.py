@@ -69,12 +69,13 @@ def test_the_bases_precision_is_kept(base: Path, data_dir: Path, tmp_path: Path)
     adapter = trained(base, data_dir, tmp_path / "run")
     merge(model=base, adapter=adapter, out=tmp_path / "a")
     assert {Checkpoint(tmp_path / "a").dtype(n) for n in Checkpoint(base).names} == {"F32"}
-    half = tmp_path / "half"
-    shutil.copytree(base, half)
-    weights = {name: value.bfloat16() for name, value in load_file(half / "model.safetensors").items()}
-    save_file(weights, half / "model.safetensors", {"format": "pt"})
-    merge(model=half, adapter=adapter, out=tmp_path / "b")
-    assert {Checkpoint(tmp_path / "b").dtype(n) for n in Checkpoint(base).names} == {"BF16"}
+    for dtype, kept in {torch.bfloat16: "BF16", torch.float16: "F32", torch.float64: "F32"}.items():
+        other = tmp_path / str(dtype)
+        shutil.copytree(base, other)
+        weights = {name: value.to(dtype) for name, value in load_file(other / "model.safetensors").items()}
+        save_file(weights, other / "model.safetensors", {"format": "pt"})
+        merge(model=other, adapter=adapter, out=tmp_path / kept / str(dtype))
+        assert {Checkpoint(tmp_path / kept / str(dtype)).dtype(n) for n in Checkpoint(base).names} == {kept}
 
 
 def test_what_is_refused(model_dir: Path, data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

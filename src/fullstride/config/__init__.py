@@ -20,6 +20,7 @@ LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", 
 RECOMPUTE = ("swiglu", "norm", "ffn", "qkv", "att", "block")
 OFFLOAD = ("master", "m", "v", "grads", "weights", "residual")
 DTYPES = ("fp32", "bf16")
+LEAST_CAPABILITY = (8, 0)  # of a GPU: Ampere
 FLASH4_VERSION = "4.0.0b36"  # whose functions kernels/flash4 calls; they are not settled yet
 # AdamW divides by sqrt(v) + eps in float32, where squares of gradients under 1e-22 are 0: eps has to outweigh those
 LEAST_EPS = 1e-20
@@ -40,7 +41,7 @@ def resolve_device(device: str) -> str:
     if not torch.cuda.is_available():
         raise ConfigError("device = cuda, but torch sees no NVIDIA GPU here; set device = cpu or auto")
     capability = torch.cuda.get_device_capability()
-    if capability < (8, 0):
+    if capability < LEAST_CAPABILITY:
         raise ConfigError(
             f"{torch.cuda.get_device_name()} has compute capability {capability[0]}.{capability[1]}; "
             "8.0 (Ampere) is the least that is supported; set device = cpu"

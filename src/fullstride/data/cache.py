@@ -138,8 +138,7 @@ def read_entry(directory: Path, file: str, report: Report) -> Encoded:
     events = [(reason, [int(line) for line in lines]) for reason, lines in record["events"]]
     found = Encoded(file, TokenFile(directory / TOKENS) if len(facts.lines) else None, facts)
     for reason, lines in events:
-        for line in lines:
-            report.add(file, reason, line)
+        report.add_all(file, reason, lines)
     return found
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from fullstride.data.readers import opened
 from fullstride.data.report import Report
 from fullstride.data.rows import BadRow, Row, parse_record, plain_text, read_record
 from fullstride.errors import ConfigError
@@ -43,17 +44,15 @@ def pieces(files: Sequence[Path], place: Place) -> Iterator[Piece]:
     """
     for number in range(place.file, len(files)):
         file, start = files[number], place if number == place.file else Place(number)
-        try:
-            if file.suffix.lower() in LINES:
-                yield from _lines(number, file, start)
-            else:
-                yield _whole(number, file)
-        except OSError as error:
-            raise ConfigError(f"cannot read {file}: {error.strerror}; name a readable file") from error
+        if file.suffix.lower() in LINES:
+            yield from _lines(number, file, start)
+        else:
+            yield _whole(number, file)
 
 
 def _whole(number: int, file: Path) -> Piece:
-    content = file.read_bytes()
+    with opened(file) as stream:
+        content = stream.read()
     try:
         text = content.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
@@ -69,7 +68,7 @@ def _whole(number: int, file: Path) -> Piece:
 
 def _lines(number: int, file: Path, place: Place) -> Iterator[Piece]:
     piece = Piece()
-    with file.open("rb") as stream:
+    with opened(file) as stream:
         stream.seek(place.offset)
         for line in stream:  # only "\n" ends one
             place = dataclasses.replace(place, offset=place.offset + len(line), line=place.line + 1)

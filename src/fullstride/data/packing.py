@@ -10,8 +10,7 @@ import numpy as np
 
 from fullstride.data.examples import Example, facts_of
 from fullstride.data.loader import IGNORED
-
-DIGITS = 16  # of a digest in hexadecimal; 64 bits
+from fullstride.data.tokens import DIGITS
 
 
 class PackedRows:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,12 +22,16 @@ class Report:
     def add(self, file: str, reason: str, line: int, event: str = DATA) -> None:
         """Counts one row: `line` is its line in `file`, from 1 (of Parquet and Hub datasets, its number). `event` is
         what the log calls it: DATA for what was dropped or changed, REPEATED for what was neither."""
-        self._lines.setdefault((event, file, reason), []).append(line)
+        self.add_all(file, reason, [line], event)
+
+    def add_all(self, file: str, reason: str, lines: Iterable[int], event: str = DATA) -> None:
+        """Counts several rows: see `add`."""
+        self._lines.setdefault((event, file, reason), []).extend(lines)
 
     def merge(self, other: Report) -> None:
         """Adds the counts of `other`."""
-        for key, lines in other._lines.items():
-            self._lines.setdefault(key, []).extend(lines)
+        for (event, file, reason), lines in other._lines.items():
+            self.add_all(file, reason, lines, event)
 
     @property
     def total(self) -> int:

@@ -57,8 +57,7 @@ class Parts:
                         raise ValueError(f"{name} is shorter than recorded")
                     os.truncate(self.directory / name, self._size(name))
                 for event in found["events"]:
-                    for line in event["lines"]:
-                        report.add(event["file"], event["reason"], line)
+                    report.add_all(event["file"], event["reason"], event["lines"])
                 return place
         except (OSError, ValueError, KeyError, TypeError):  # there is none, or it is of no use
             self.written = Written()

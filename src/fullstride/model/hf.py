@@ -34,7 +34,7 @@ TOKENIZER_FILES = (
     "added_tokens.json",
 )
 # torch's types under safetensors' names: what a weight may be stored as
-_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
+STORED_AS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
 # elements converted and written at once, so that a write needs no second copy of a large tensor
 _PIECE = 1 << 22
 
@@ -164,10 +164,10 @@ def check_tensors(checkpoint: Checkpoint, table: tuple[Unit, ...], tied: bool) -
     shapes = {name: checkpoint.shape(name) for name in checkpoint.names if not name.endswith(".rotary_emb.inv_freq")}
     spare_head = tied and shapes.pop(LM_HEAD, None) is not None
     compare_tensors(shapes, table, str(checkpoint.path))
-    odd = [f"{name} is {checkpoint.dtype(name)}" for name in shapes if checkpoint.dtype(name) not in _DTYPES.values()]
+    odd = [f"{name} is {checkpoint.dtype(name)}" for name in shapes if checkpoint.dtype(name) not in STORED_AS.values()]
     if odd:
         raise ConfigError(
-            f"{checkpoint.path}: weights must be plain floats ({', '.join(_DTYPES.values())}), but {_some(odd)}; "
+            f"{checkpoint.path}: weights must be plain floats ({', '.join(STORED_AS.values())}), but {_some(odd)}; "
             "use the model's original weights"
         )
     if spare_head and not _same_bits(checkpoint.get(EMBEDDING), checkpoint.get(LM_HEAD)):
@@ -235,8 +235,8 @@ def write_model(
     """
     sources = list(tensors)
     compare_tensors({name: tuple(shape) for name, shape, _, _ in sources}, parameter_table(config), "export")
-    if dtype not in _DTYPES:
-        raise ConfigError(f"weights cannot be written as {dtype}; use one of {', '.join(map(str, _DTYPES))}")
+    if dtype not in STORED_AS:
+        raise ConfigError(f"weights cannot be written as {dtype}; use one of {', '.join(map(str, STORED_AS))}")
     if tokenizer_from is not None and not tokenizer_from.is_dir():
         raise ConfigError(f"{tokenizer_from}: no such directory to copy the tokenizer from")
     with whole_directory(Path(directory).resolve(), overwrite) as new:
@@ -311,7 +311,7 @@ def _write_safetensors(file: Path, sources: list[Source], dtype: torch.dtype) ->
     end = 0
     for name, shape, _, _ in sources:
         start, end = end, end + torch.Size(shape).numel() * dtype.itemsize
-        header[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        header[name] = {"dtype": STORED_AS[dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with file.open("wb") as out:

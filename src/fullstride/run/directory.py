@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import os
 import shutil
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from fullstride.config.keys import build, dashed, dump_toml, read_toml
 from fullstride.config.training import TrainingConfig
 from fullstride.engine.checkpoint import BEST, LATEST, checkpoint_name, find_checkpoint, step_of, steps
 from fullstride.errors import ConfigError
-from fullstride.files import replace_text
+from fullstride.files import locked, replace_text
 
 LOCK = ".lock"
 REMOVED = ".removed"  # what a checkpoint that is being deleted ends with
@@ -87,19 +86,8 @@ class RunDirectory:
         Raises ConfigError when another process holds it.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        with (self.path / LOCK).open("a") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ConfigError(
-                    f"out: another process is at work in {self.path}; wait for its end, or choose another --out or "
-                    "--name"
-                ) from None
-            except OSError as error:
-                raise ConfigError(
-                    f"out: {self.path} cannot be locked against other processes ({error.strerror}); choose a place on "
-                    "another file system"
-                ) from error
+        busy = f"out: another process is at work in {self.path}; wait for its end, or choose another --out or --name"
+        with locked(self.path / LOCK, busy, self.path):
             yield
 
     def check_free(self) -> None:

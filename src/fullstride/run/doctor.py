@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from fullstride.config import FLASH4_VERSION
+from fullstride.config import FLASH4_VERSION, LEAST_CAPABILITY
 from fullstride.config.commands import DoctorConfig
 from fullstride.files import replace_text
 from fullstride.run.metrics import GIGABYTE
@@ -20,7 +20,7 @@ from fullstride.version import __version__
 
 OK, NOTE, FAULT = "ok", "note", "fault"  # a fault keeps training from running here
 MARKS = {OK: "+", NOTE: "-", FAULT: "!"}
-LEAST_PYTHON, LEAST_TORCH, LEAST_CAPABILITY = (3, 11), (2, 11), (8, 0)
+LEAST_PYTHON, LEAST_TORCH = (3, 11), (2, 11)
 REQUIRED = ("numpy", "safetensors", "transformers", "jinja2", "rich")
 # extra -> (distribution, what it is for)
 EXTRAS = {

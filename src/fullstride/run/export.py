@@ -19,8 +19,8 @@ from fullstride.errors import ConfigError
 from fullstride.model.hf import Source, write_model
 from fullstride.model.lora import LoraSettings, adapter_unit
 from fullstride.model.spec import Llama3Rope, ModelConfig, Part, TensorSpec, parameter_table
-from fullstride.run.merge import DTYPES
 from fullstride.run.source import find_model
+from fullstride.trainer.setting import DTYPES
 
 
 def export(**keys: Any) -> Path:

@@ -8,7 +8,7 @@ from fullstride.config.keys import build
 from fullstride.config.training import FinetuneConfig
 from fullstride.run.prepare import prepare
 from fullstride.run.preview import preview
-from fullstride.run.training import RunResult, attending, run_job
+from fullstride.run.training import RunResult, run_prepared
 
 
 def finetune(**keys: Any) -> RunResult:
@@ -22,10 +22,4 @@ def finetune(**keys: Any) -> RunResult:
 
 def run_finetune(config: FinetuneConfig) -> RunResult:
     """See `finetune`."""
-    with attending():
-        job = prepare(config)
-        print("\n".join(job.describe()))
-        if config.dry_run:
-            preview(job)
-            return RunResult(job.directory.path, 0, None, None, None, None, None)
-        return run_job(job)
+    return run_prepared(lambda: prepare(config), preview)

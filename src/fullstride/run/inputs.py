@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from fullstride.data.packing import DIGITS
+from fullstride.data.tokens import DIGITS
 
 EDGE = 2**20  # bytes read at each end of a file of weights
 

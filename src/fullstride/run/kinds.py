@@ -116,8 +116,9 @@ def gpu_kernels(work: Callable[[], object]) -> list[Kernel]:
     import torch
     from torch.profiler import ProfilerActivity, profile
 
+    from fullstride.trainer.profiling import on_gpu
+
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         work()
         torch.cuda.synchronize()
-    on_gpu = (e for e in profiler.events() or () if e.device_type == torch.autograd.DeviceType.CUDA)
-    return [Kernel(e.name, e.time_range.start * 1e-6, e.time_range.end * 1e-6) for e in on_gpu]
+    return [Kernel(e.name, e.time_range.start * 1e-6, e.time_range.end * 1e-6) for e in on_gpu(profiler)]

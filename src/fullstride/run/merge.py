@@ -13,13 +13,13 @@ from fullstride.config.commands import MergeConfig
 from fullstride.config.keys import build
 from fullstride.engine.weights_io import ADAPTER_WEIGHTS
 from fullstride.errors import ConfigError
-from fullstride.model.hf import Checkpoint, Source, check_tensors, compare_tensors, write_model
+from fullstride.model.hf import STORED_AS, Checkpoint, Source, check_tensors, compare_tensors, write_model
 from fullstride.model.lora import LoraSettings, adapter_unit, read_peft_config
-from fullstride.model.spec import ModelConfig, parameter_table
+from fullstride.model.spec import ModelConfig, Unit, parameter_table
 from fullstride.run.source import find_model
+from fullstride.trainer.setting import DTYPES
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+STORED = {name: dtype for dtype, name in STORED_AS.items()}
 
 
 def merge(**keys: Any) -> Path:
@@ -43,7 +43,7 @@ def run_merge(config: MergeConfig) -> Path:
     except ConfigError as error:
         raise ConfigError(f"{error}; is it an adapter of {config.model}?") from None
     dtype = DTYPES[config.dtype] if config.dtype else _widest(base)
-    write_model(out, model, _sources(model, lora, base, adapters), dtype=dtype, tokenizer_from=path)
+    write_model(out, model, _sources(table, lora, base, adapters), dtype=dtype, tokenizer_from=path)
     return out
 
 
@@ -52,8 +52,8 @@ def _widest(base: Checkpoint) -> torch.dtype:
     return torch.bfloat16 if all(base.dtype(name) == "BF16" for name in base.names) else torch.float32
 
 
-def _sources(model: ModelConfig, lora: LoraSettings, base: Checkpoint, adapters: Checkpoint) -> Iterator[Source]:
-    for unit in parameter_table(model):
+def _sources(table: tuple[Unit, ...], lora: LoraSettings, base: Checkpoint, adapters: Checkpoint) -> Iterator[Source]:
+    for unit in table:
         for spec in unit.tensors:
             for part in spec.parts:
                 name, shape = part.hf_name, (part.stop - part.start, *spec.shape[1:])

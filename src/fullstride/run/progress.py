@@ -9,22 +9,10 @@ from types import TracebackType
 from typing import Any, Self
 
 
-class Progress:
-    """Shows updates and lets other lines through. `num_steps` updates in all, the first being `first_step`."""
+class _Shown:
+    """A live line in a terminal, once `_bar` is made (rich's, started), and plain lines elsewhere; for `with`."""
 
-    def __init__(self, num_steps: int, first_step: int) -> None:
-        self._num_steps = num_steps
-        self._first_step = first_step
-        self._seconds = 0.0  # of the updates shown; evaluations are not part of the time left
-        self._bar: Any = None
-
-    def __enter__(self) -> Self:
-        if sys.stdout.isatty():
-            self._bar = _rich_bar()
-        if self._bar is not None:
-            self._task = self._bar.add_task("", total=self._num_steps, completed=self._first_step - 1)
-            self._bar.start()
-        return self
+    _bar: Any = None
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -39,6 +27,23 @@ class Progress:
         else:
             print(text, flush=True)
 
+
+class Progress(_Shown):
+    """Shows updates and lets other lines through. `num_steps` updates in all, the first being `first_step`."""
+
+    def __init__(self, num_steps: int, first_step: int) -> None:
+        self._num_steps = num_steps
+        self._first_step = first_step
+        self._seconds = 0.0  # of the updates shown; evaluations are not part of the time left
+
+    def __enter__(self) -> Self:
+        if sys.stdout.isatty():
+            self._bar = _rich_bar()
+        if self._bar is not None:
+            self._task = self._bar.add_task("", total=self._num_steps, completed=self._first_step - 1)
+            self._bar.start()
+        return self
+
     def update(self, row: Mapping[str, Any]) -> None:
         """Show one row of metrics.csv."""
         done = row["step"] - self._first_step + 1
@@ -51,7 +56,7 @@ class Progress:
             self.line(f"{essential}  {details(row)}")
 
 
-class Meter:
+class Meter(_Shown):
     """Shows how much of `total` is done: a live line in a terminal, one every few seconds elsewhere; of what takes
     less than a moment, nothing. `unit`: what is counted is bytes (MB), or things of this name."""
 
@@ -61,19 +66,12 @@ class Meter:
     def __init__(self, what: str, total: int, done: int = 0, unit: str = "MB") -> None:
         self._what, self._total, self._done, self._first = what, total, done, done
         self._unit, self._scale, self._digits = unit, *((1e6, 1) if unit == "MB" else (1, 0))
-        self._bar: Any = None
 
     def __enter__(self) -> Self:
         self._begun = self._told = time.monotonic()
         if self._done:
-            self._line(f"{self._what}: goes on after {self._amount(self._done)} {self._unit}")
+            self.line(f"{self._what}: goes on after {self._amount(self._done)} {self._unit}")
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._bar is not None:
-            self._bar.stop()
 
     def advance(self, amount: int) -> None:
         """So much more is done."""
@@ -96,16 +94,10 @@ class Meter:
         if self._bar is not None:
             self._bar.update(self._task, completed=self._done, description=text)
         else:
-            self._line(text)
+            self.line(text)
 
     def _amount(self, value: float) -> str:
         return f"{value / self._scale:,.{self._digits}f}"
-
-    def _line(self, text: str) -> None:
-        if self._bar is not None:
-            self._bar.console.print(text, markup=False, highlight=False)
-        else:
-            print(text, flush=True)
 
 
 def describe(row: Mapping[str, Any], num_steps: int) -> str:

@@ -11,9 +11,9 @@ from fullstride.errors import ConfigError
 from fullstride.run.directory import RunDirectory
 from fullstride.run.metrics import GIGABYTE, EventLog
 from fullstride.trainer.ranks import leads
+from fullstride.trainer.setting import DTYPES
 from fullstride.trainer.trainer import Trainer
 
-BYTES = {"fp32": 4, "bf16": 2}
 SPARE = 2**20  # bytes of everything small
 
 
@@ -82,9 +82,9 @@ def check_disk(config: TrainingConfig, path: Path, trainable: int, total: int, s
     checkpoint = checkpoint_bytes(config, trainable)
     kept = min(max(saves, 1), config.keep + 1) + (config.keep_best and saves > 1)
     if config.method == "lora":
-        exported, copies = trainable * BYTES[config.master_dtype], epochs + 1
+        exported, copies = trainable * DTYPES[config.master_dtype].itemsize, epochs + 1
     else:
-        exported, copies = total * BYTES[config.export_dtype or config.dtype], 1
+        exported, copies = total * DTYPES[config.export_dtype or config.dtype].itemsize, 1
     needed = kept * checkpoint + copies * exported + SPARE
     nearest = next(place for place in (path, *path.parents) if place.exists())
     there = sum(file.stat().st_size for file in path.rglob("*.safetensors") if file.is_file()) if path.is_dir() else 0
@@ -100,5 +100,5 @@ def check_disk(config: TrainingConfig, path: Path, trainable: int, total: int, s
 
 def checkpoint_bytes(config: TrainingConfig, trainable: int) -> int:
     """Of one checkpoint: parameters, masters where they are kept apart, and both moments."""
-    masters = BYTES[config.master_dtype] if config.master_dtype != config.dtype else 0
-    return trainable * (BYTES[config.dtype] + masters + BYTES[config.m_dtype] + BYTES[config.v_dtype])
+    apart = [config.master_dtype] if config.master_dtype != config.dtype else []
+    return trainable * sum(DTYPES[name].itemsize for name in (config.dtype, *apart, config.m_dtype, config.v_dtype))

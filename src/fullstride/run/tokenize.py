@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import glob
 from collections import deque
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ from fullstride.data.report import Report
 from fullstride.data.token_parts import Parts
 from fullstride.data.tokens import DTYPES, Origin, TokenFile, vocabulary_hash
 from fullstride.errors import ConfigError, DataError
+from fullstride.files import locked
 from fullstride.run.directory import check_writable
 from fullstride.run.progress import Meter
 from fullstride.run.source import find_model, load_tokenizer
@@ -97,11 +97,7 @@ def _alone(out: Path) -> Iterator[None]:
     """Keeps other processes from making `out`; the kernel lets go of it however this one ends. Raises ConfigError."""
     out.parent.mkdir(parents=True, exist_ok=True)
     lock = out.with_name(f".{out.name}.lock")
-    with lock.open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(f"out: another process is making {out}; wait for it, or choose another --out") from None
+    with locked(lock, f"out: another process is making {out}; wait for it, or choose another --out", out):
         try:
             yield
         finally:

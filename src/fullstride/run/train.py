@@ -18,7 +18,7 @@ from fullstride.model.spec import ModelConfig
 from fullstride.run.job import Job, open_directory, with_ranks
 from fullstride.run.source import find_model, has_tokenizer, load_tokenizer
 from fullstride.run.tokenize import input_files
-from fullstride.run.training import RunResult, attending, run_job
+from fullstride.run.training import RunResult, run_prepared
 
 
 def train(**keys: Any) -> RunResult:
@@ -32,12 +32,7 @@ def train(**keys: Any) -> RunResult:
 
 def run_train(config: TrainConfig) -> RunResult:
     """See `train`."""
-    with attending():
-        job = prepare(config)
-        print("\n".join(job.describe()))
-        if config.dry_run:
-            return RunResult(job.directory.path, 0, None, None, None, None, None)
-        return run_job(job)
+    return run_prepared(lambda: prepare(config))
 
 
 def prepare(config: TrainConfig) -> Job:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager, nullcontext, redirect_stdout
+from collections.abc import Callable
+from contextlib import ExitStack, closing, nullcontext, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -43,9 +43,8 @@ class RunResult:
     model: Path | None
 
 
-@contextmanager
-def attending() -> Iterator[None]:
-    """What every command that trains does within.
+def run_prepared(prepare: Callable[[], Job], preview: Callable[[Job], None] = lambda job: None) -> RunResult:
+    """What every command that trains does: prepare, tell, and train, or with dry-run only `preview`.
 
     Of the processes that torchrun started, each of which comes here, the first writes and prints for all. They share
     the file system in which the run directory is.
@@ -54,7 +53,12 @@ def attending() -> Iterator[None]:
         stack.enter_context(attended())
         if not leads():
             stack.enter_context(redirect_stdout(stack.enter_context(Path(os.devnull).open("w"))))
-        yield
+        job = prepare()
+        print("\n".join(job.describe()))
+        if not job.config.dry_run:
+            return run_job(job)
+        preview(job)
+        return RunResult(job.directory.path, 0, None, None, None, None, None)
 
 
 def run_job(job: Job) -> RunResult:
@@ -186,11 +190,11 @@ class Run:
         if dropped:
             self.progress.line(f"checkpoints after step {self.done} are deleted: {', '.join(dropped)}")
             self.log.write("dropped", step=self.done, checkpoints=dropped)
-        kept = self.directory.steps() if self.config.keep_best else []
-        evaluated = {step: loss for step, loss in self.metrics.eval_losses().items() if step in kept}
+        losses, kept = self.metrics.eval_losses(), self.directory.steps() if self.config.keep_best else []
+        evaluated = {step: loss for step, loss in losses.items() if step in kept}
         best = min(evaluated, key=evaluated.__getitem__, default=0)
         self.directory.mark_best(best)
-        return self.metrics.eval_losses().get(self.done), (best, evaluated[best]) if best else None
+        return losses.get(self.done), (best, evaluated[best]) if best else None
 
     def check_disk(self) -> None:
         """See saving.check_disk."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,12 +30,16 @@ def make_profiler(device: torch.device) -> Any:
         return profile(activities=activities, acc_events=True)
 
 
+def on_gpu(profiler: Any) -> Iterator[Any]:
+    """The events of torch's profiler that a GPU ran."""
+    return (e for e in profiler.events() or () if e.device_type == torch.autograd.DeviceType.CUDA)
+
+
 def profile_rows(profiler: Any, device: torch.device) -> list[ProfileRow]:
     """What ran, longest first."""
     found: dict[str, ProfileRow] = {}
     if device.type == "cuda":
-        on_gpu = (e for e in profiler.events() or () if e.device_type == torch.autograd.DeviceType.CUDA)
-        for event in on_gpu:
+        for event in on_gpu(profiler):
             row = found.get(event.name, ProfileRow(event.name, 0, 0.0))
             seconds = row.seconds + event.time_range.elapsed_us() * 1e-6
             found[event.name] = ProfileRow(row.name, row.calls + 1, seconds)
