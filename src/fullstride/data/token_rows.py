@@ -1,4 +1,4 @@
-"""Token files as rows to train on: every token of every document is predicted once an epoch."""
+"""Token files as rows to train on: every token that has one before it is predicted once an epoch."""
 
 from __future__ import annotations
 
